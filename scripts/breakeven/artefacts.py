@@ -1,0 +1,142 @@
+"""Files that stages hand to each other: Parquet tables, manifests, content hashes, all written whole or not at all."""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from breakeven import __version__
+from breakeven.cli import UserError
+
+MANIFEST_VERSION = 1
+
+
+@contextlib.contextmanager
+def atomic(path: Path | str) -> Iterator[Path]:
+    """Yield a temporary path beside `path` and move it there on success; on an error nothing is left."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except OSError as error:
+        if error.filename in (None, str(temporary)):
+            error.filename = str(path)
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sha256(path: Path | str) -> str:
+    """The sha256 of a file's bytes, as hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprint(parameters: Any) -> str:
+    """A short hash of JSON-serialisable parameters, for telling whether a partial result belongs to this run."""
+    return hashlib.sha256(json.dumps(parameters, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def write_json(path: Path | str, content: Any) -> None:
+    """Write indented JSON with a final newline; keys keep their order."""
+    with atomic(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path | str) -> Any:
+    """Read a JSON file; a missing or broken one is a UserError that names the place."""
+    try:
+        return json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid JSON ({error}); write the file again or delete it") from None
+
+
+def write_manifest(
+    path: Path | str,
+    artefact: str,
+    *,
+    parameters: Mapping[str, Any],
+    inputs: Mapping[str, Path | str] | None = None,
+    counts: Mapping[str, Any] | None = None,
+    versions: Mapping[str, str] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Write an artefact's manifest and return it.
+
+    `inputs` maps a name to a file whose sha256 is recorded; for an artefact of a former stage name its manifest, which
+    holds the content hashes. `counts`, where it has the keys in, kept and rejected, must add up: in = kept + rejected,
+    with `rejected` a count by reason. Nothing volatile (times, ports, paths of this machine) belongs into a manifest,
+    since its checksum decides what runs again.
+    """
+    if counts and {"in", "kept", "rejected"} <= set(counts):
+        total = counts["kept"] + sum(counts["rejected"].values())
+        if counts["in"] != total:
+            raise AssertionError(f"{path}: {counts['in']} in, but kept + rejected = {total}")
+    manifest = {
+        "artefact": artefact,
+        "manifest_version": MANIFEST_VERSION,
+        "breakeven": __version__,
+        "parameters": dict(parameters),
+        "inputs": {name: sha256(file) for name, file in (inputs or {}).items()},
+        "counts": dict(counts or {}),
+        "versions": dict(versions or {}),
+        **more,
+    }
+    write_json(path, manifest)
+    return manifest
+
+
+def read_manifest(path: Path | str, artefact: str) -> dict[str, Any]:
+    """Read a manifest and check that it belongs to `artefact` and to this version of the layout."""
+    manifest = read_json(path)
+    found = manifest.get("artefact") if isinstance(manifest, dict) else None
+    if found != artefact:
+        raise UserError(f"{path}: this is the manifest of {found!r}, but one of {artefact!r} is needed here")
+    if manifest["manifest_version"] != MANIFEST_VERSION:
+        raise UserError(
+            f"{path}: manifest version {manifest['manifest_version']}, this code reads {MANIFEST_VERSION};"
+            " delete the folder and run the workflow again"
+        )
+    return manifest
+
+
+def manifest_path(data: Path | str) -> Path:
+    """The manifest beside a data file: `shard-000000.parquet` has `shard-000000.manifest.json`."""
+    data = Path(data)
+    return data.with_name(data.name.split(".")[0] + ".manifest.json")
+
+
+def write_table(path: Path | str, rows, schema) -> None:
+    """Write a list of row dicts, or a pyarrow Table, as Parquet (zstd) in exactly `schema`; atomic."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_pylist(rows, schema=schema) if isinstance(rows, list) else rows.cast(schema)
+    with atomic(path) as temporary:
+        pq.write_table(table, temporary, compression="zstd")
+
+
+def read_table(path: Path | str, schema=None):
+    """Read a Parquet file as a pyarrow Table; with `schema`, a missing column is a UserError that names it."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{path}: not a readable Parquet file ({error})") from None
+    if schema is not None:
+        missing = [name for name in schema.names if name not in table.column_names]
+        if missing:
+            raise UserError(f"{path}: column {missing[0]!r} is missing; it has {', '.join(table.column_names)}")
+        table = table.select(schema.names).cast(schema)
+    return table

@@ -1,0 +1,102 @@
+"""What every script shares: one-sentence errors, exit codes, log lines and progress.
+
+A script of this project is a thin command line over the library:
+
+    def main() -> None:
+        parser = cli.parser(__doc__)
+        ...
+
+    if __name__ == "__main__":
+        cli.run(main)
+"""
+
+import argparse
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+logger = logging.getLogger("breakeven")
+
+
+class UserError(Exception):
+    """Bad input: one sentence that says what is wrong, where (file, key, row) and what to do."""
+
+
+class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the docstring's line breaks and prints every default."""
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """An argument parser whose help is the script's docstring."""
+    return argparse.ArgumentParser(description=description, formatter_class=Formatter, allow_abbrev=False)
+
+
+def run(main: Callable[[], int | None]) -> None:
+    """Run a script's main function and exit: 0 done, 1 a UserError or a full disk, 130 interrupted.
+
+    SIGTERM is turned into SystemExit, so that `finally` blocks stop servers and remove partial files.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in (28, 122):  # ENOSPC, EDQUOT
+            raise
+        where = f" while writing {error.filename}" if error.filename else ""
+        print(f"error: the disk is full{where}; free some space and run the same command again", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+class Progress:
+    """Progress of long work: a tqdm bar on a terminal, one plain line every `every` seconds in a log.
+
+    >>> with Progress(total=100, unit="tok", label="responses") as progress:
+    ...     progress.add(50)
+    """
+
+    def __init__(self, total: int, unit: str, label: str, done: int = 0, every: float = 10.0):
+        self.total, self.unit, self.label, self.every = total, unit, label, every
+        self.done, self.started_with = done, done
+        self.start = self.last = time.monotonic()
+        self.bar = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=total, initial=done, unit=unit, desc=label, smoothing=0.1)
+
+    def add(self, n: int, note: str = "") -> None:
+        """Count `n` more units; `note` is shown behind the line."""
+        self.done += n
+        if self.bar is not None:
+            self.bar.update(n)
+            self.bar.set_postfix_str(note)
+        elif time.monotonic() - self.last >= self.every:
+            self.last = time.monotonic()
+            self._line(note)
+
+    def _line(self, note: str = "") -> None:
+        elapsed = max(time.monotonic() - self.start, 1e-9)
+        rate = (self.done - self.started_with) / elapsed
+        left = (self.total - self.done) / rate if rate else float("inf")
+        eta = f", {left:.0f} s left" if 0 < left < float("inf") else ""
+        logger.info(
+            "%s: %d/%d %s, %.1f %s/s%s%s", self.label, self.done, self.total, self.unit, rate, self.unit, eta,
+            f", {note}" if note else "",
+        )  # fmt: skip
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.bar is not None:
+            self.bar.close()
+        else:
+            self._line()

@@ -1,0 +1,119 @@
+"""The columns of every Parquet table that one stage writes and another reads (docs/design.md, section 3)."""
+
+import pyarrow as pa
+
+MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+
+# results/prompts/pool.parquet: every admissible prompt, best rank first.
+PROMPTS = pa.schema(
+    [
+        ("prompt_id", pa.string()),  # "{conversation hash}-{turn}": prefixes of one conversation share the first part
+        ("messages", pa.list_(MESSAGE)),  # ends with a user turn
+        ("source", pa.string()),
+        ("language", pa.string()),  # ISO 639-1
+        ("n_tokens", pa.int32()),  # of the rendered prompt, generation prompt included
+        ("held_out", pa.bool_()),  # by conversation; held-out prompts never train a drafter
+        ("rank", pa.int64()),  # 0, 1, 2, ...: the N-prompt set is rank < N
+    ]
+)
+
+# results/prompts/rejected.parquet: one row per prompt or record that was dropped.
+REJECTED = pa.schema(
+    [
+        ("source", pa.string()),
+        ("record", pa.string()),  # line, row or conversation id within the source
+        ("reason", pa.string()),
+        ("detail", pa.string()),
+    ]
+)
+
+# results/responses/shard-*.parquet: token ids are the truth, nothing is tokenized again.
+RESPONSES = pa.schema(
+    [
+        ("prompt_id", pa.string()),
+        ("sample", pa.int32()),
+        ("held_out", pa.bool_()),
+        ("prompt_token_ids", pa.list_(pa.int32())),
+        ("response_token_ids", pa.list_(pa.int32())),  # with the end token where it was generated
+        ("finish_reason", pa.string()),  # stop | length
+        ("n_reasoning", pa.int32()),  # leading response tokens that are reasoning text
+        ("engine", pa.string()),
+        ("sampling", pa.string()),  # JSON: temperature, top_p, seed, max_tokens
+    ]
+)
+
+# results/drafters/*/checkpoint/training.parquet: one row per optimizer step and one per validation.
+TRAINING = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("epoch", pa.int32()),
+        ("split", pa.string()),  # train | held_out
+        ("loss", pa.float32()),
+        ("accuracy", pa.list_(pa.float32())),  # per training-time-test step, unconditional
+        ("learning_rate", pa.float32()),
+        ("gradient_norm", pa.float32()),
+        ("tokens", pa.int64()),  # response tokens seen so far
+    ]
+)
+
+# results/drafters/*/offline.parquet: the simulated walk, one row per prompt set, K and position.
+OFFLINE = pa.schema(
+    [
+        ("prompts", pa.string()),  # held-out | protocol name
+        ("k", pa.int32()),
+        ("position", pa.int32()),  # 1 ... K
+        ("steps", pa.int64()),  # verification steps
+        ("accepted", pa.int64()),  # steps whose draft was accepted up to and including this position
+        ("marginal", pa.float64()),  # accepted / steps
+        ("conditional", pa.float64()),  # marginal at this position / marginal at the one before; null if that is 0
+        ("acceptance_length", pa.float64()),  # of the whole walk at this K, bonus included
+    ]
+)
+
+# results/benchmarks/{arm}/pass-*.parquet: one row per measured request.
+BENCHMARK = pa.schema(
+    [
+        ("arm", pa.string()),
+        ("pass_number", pa.int32()),
+        ("prompt_id", pa.string()),
+        ("prompt_tokens", pa.int32()),
+        ("cached_tokens", pa.int32()),
+        ("completion_tokens", pa.int32()),
+        ("prompt_token_ids", pa.list_(pa.int32())),
+        ("output_token_ids", pa.list_(pa.int32())),
+        ("text", pa.string()),
+        ("finish_reason", pa.string()),
+        ("ttft_s", pa.float64()),  # request sent to first token received
+        ("e2e_s", pa.float64()),  # request sent to last token received
+        ("steps", pa.int64()),  # verification steps; null without speculation
+        ("drafted", pa.int64()),
+        ("accepted", pa.int64()),  # draft tokens accepted, bonus tokens not counted
+        ("accepted_per_position", pa.list_(pa.int64())),  # position 1 ... K
+    ]
+)
+
+# results/comparison/summary.parquet: one row per arm and protocol; baselines have speed-up 1.
+SUMMARY = pa.schema(
+    [
+        ("arm", pa.string()),
+        ("engine", pa.string()),
+        ("drafter", pa.string()),  # null for a baseline
+        ("k", pa.int32()),  # 0 for a baseline
+        ("protocol", pa.string()),
+        ("baseline", pa.string()),  # the arm this one is paired with
+        ("prompts", pa.int32()),
+        ("passes", pa.int32()),
+        ("tokens_per_second", pa.float64()),  # decode only: (n - 1) / (e2e - ttft), mean over prompts
+        ("tokens_per_second_e2e", pa.float64()),
+        ("ttft_s", pa.float64()),
+        ("speedup", pa.float64()),  # geometric mean of paired per-prompt ratios of decode tokens per second
+        ("speedup_low", pa.float64()),  # 95 % bootstrap interval over prompts
+        ("speedup_high", pa.float64()),
+        ("acceptance_length", pa.float64()),  # tokens per verification step, bonus included
+        ("offline_acceptance_length", pa.float64()),
+        ("rho", pa.float64()),  # acceptance_length / speedup = break-even acceptance length
+        ("identical_outputs", pa.float64()),  # share of prompts with the same token ids as the baseline
+        ("verdict", pa.string()),  # baseline | faster | slower | undecided | refused
+        ("reason", pa.string()),  # why it was refused, else null
+    ]
+)
