@@ -82,9 +82,12 @@ class Progress:
             self.last = time.monotonic()
             self._line(note)
 
+    def elapsed(self) -> float:
+        """Seconds since the start of this run."""
+        return max(time.monotonic() - self.start, 1e-9)
+
     def _line(self, note: str = "") -> None:
-        elapsed = max(time.monotonic() - self.start, 1e-9)
-        rate = (self.done - self.started_with) / elapsed
+        rate = (self.done - self.started_with) / self.elapsed()
         left = (self.total - self.done) / rate if rate else float("inf")
         eta = f", {left:.0f} s left" if 0 < left < float("inf") else ""
         logger.info(

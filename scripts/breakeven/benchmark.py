@@ -1,0 +1,239 @@
+"""Measuring one arm once: every prompt of a protocol, one stream, against a running server."""
+
+import hashlib
+import json
+import platform
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import requests
+
+from breakeven.cli import Progress, UserError, logger
+from breakeven.engines import Counters, Reply, Speculation
+from breakeven.sanity import degenerate
+
+SETTLE_S = 5.0
+LEAST_MEAN_LOG_PROBABILITY = -5.0
+# Asked before anything is measured, and part of no prompt set.
+WARM_UP = [{"role": "user", "content": "Name the four seasons of the year and say one thing about each."}]
+
+
+@dataclass
+class Protocol:
+    """What is asked of the server; two arms compare only under the same protocol."""
+
+    name: str
+    max_tokens: int
+    temperature: float
+    passes: int
+    prompts: str
+    seed: int = 0
+    ignore_eos: bool = False
+
+    def sampling(self) -> dict[str, Any]:
+        return {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "ignore_eos": self.ignore_eos,
+        }
+
+
+class Client:
+    """Requests to one server, one after another."""
+
+    def __init__(self, engine: ModuleType, url: str, model: str, timeout_s: float = 600):
+        self.engine, self.url, self.model, self.timeout_s = engine, url, model, timeout_s
+        self.session = requests.Session()
+
+    def counters(self) -> Counters:
+        response = self.session.get(f"{self.url}/metrics", timeout=30)
+        response.raise_for_status()
+        return self.engine.read_counters(response.text, self.model)
+
+    def stream(self, prompt: list[int], sampling: dict[str, Any]) -> tuple[Reply, float, float]:
+        """One streaming request: (reply, seconds to the first token, seconds to the last token)."""
+        path, body = self.engine.request(self.model, prompt, sampling)
+        reply, first, last = Reply(), 0.0, 0.0
+        start = time.perf_counter()
+        with self.session.post(self.url + path, json=body, stream=True, timeout=self.timeout_s) as response:
+            if response.status_code != 200:
+                raise UserError(f"the server refused a request with {response.status_code}: {response.text[:500]}")
+            for line in response.iter_lines():
+                if not line.startswith(b"data: ") or line == b"data: [DONE]":
+                    continue
+                before = len(reply.token_ids)
+                self.engine.read_event(json.loads(line[6:]), reply)
+                if len(reply.token_ids) > before:
+                    last = time.perf_counter() - start
+                    first = first or last
+        if not reply.token_ids:
+            raise UserError("the server ended a stream without a token; see the server log")
+        return reply, first, last
+
+    def settled_counters(self, completion_tokens: int) -> Counters:
+        """Counters once they include all `completion_tokens` since the server's start; engines report them late."""
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            counters = self.counters()
+            if counters.completion_tokens >= completion_tokens or time.monotonic() > deadline:
+                return counters
+            time.sleep(0.05)
+
+    def mean_log_probability(self, prompt: list[int], output: list[int]) -> float:
+        """Mean log-probability (nats per token) that the server's own target gives to an output."""
+        return self.engine.score(self.session, self.url, self.model, prompt, output)
+
+
+def check_template(client: Client, messages: list[dict[str, str]], ours: list[int], kwargs: dict[str, Any]) -> None:
+    """The server's chat template must make the same token ids that data generation and training used."""
+    theirs = client.engine.template_tokens(client.session, client.url, client.model, messages, kwargs)
+    if theirs != ours:
+        at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+        raise UserError(
+            f"the server renders a conversation to {len(theirs)} tokens, this workflow to {len(ours)}, first difference at"
+            f" token {at}; serve with the chat template in the target's folder and the same chat_template_kwargs"
+        )
+
+
+def measure(client: Client, protocol: Protocol, prompts: list[dict[str, Any]], k: int) -> tuple[list[dict[str, Any]], dict]:
+    """Measure each prompt once, single stream.
+
+    prompts: dicts with prompt_id and token_ids. Returns the rows (tables.BENCHMARK, less arm and pass) and a summary
+    of the server's counters over all of them. Raises UserError where the client's numbers contradict the server's.
+    """
+    sampling = protocol.sampling()
+    start = before = client.counters()
+    rows = []
+    with Progress(len(prompts), "prompts", "benchmark", every=0) as progress:
+        for prompt in prompts:
+            reply, first, last = client.stream(prompt["token_ids"], sampling)
+            after = client.settled_counters(before.completion_tokens + len(reply.token_ids))
+            delta, before = after - before, after
+            check_tokens(prompt["prompt_id"], reply, delta)
+            rows.append(
+                {
+                    "prompt_id": prompt["prompt_id"],
+                    "prompt_tokens": len(prompt["token_ids"]),
+                    "cached_tokens": reply.cached_tokens,
+                    "completion_tokens": len(reply.token_ids),
+                    "prompt_token_ids": prompt["token_ids"],
+                    "output_token_ids": reply.token_ids,
+                    "text": reply.text,
+                    "finish_reason": reply.finish_reason,
+                    "ttft_s": first,
+                    "e2e_s": last,
+                    **acceptance(prompt["prompt_id"], reply, delta, k),
+                }
+            )
+            rate = (len(reply.token_ids) - 1) / (last - first) if last > first else float("nan")
+            progress.add(1, f"{rate:.1f} tok/s")
+    total = before - start
+    return rows, {
+        "steps": total.steps,
+        "drafted": total.drafted,
+        "accepted": total.accepted,
+        "accepted_per_position": total.accepted_per_position,
+        "completion_tokens": total.completion_tokens,
+        "prompt_tokens": total.prompt_tokens,
+    }
+
+
+def check_tokens(prompt_id: str, reply: Reply, delta: Counters) -> None:
+    """The token ids received, the usage the server states and its counter must be the same number."""
+    received = len(reply.token_ids)
+    if reply.completion_tokens not in (None, received) or delta.completion_tokens != received:
+        raise UserError(
+            f"prompt {prompt_id}: {received} tokens arrived, usage says {reply.completion_tokens} and the server counted"
+            f" {delta.completion_tokens}; is something else using this server?"
+        )
+
+
+def acceptance(prompt_id: str, reply: Reply, delta: Counters, k: int) -> dict[str, Any]:
+    """Speculation columns of one request, per-request metrics against counters.
+
+    completion tokens = 1 (prefill) + steps + accepted - overshoot: the last step may run past the end of the text by up
+    to k tokens. Anything else means that tokens and counters do not belong together.
+    """
+    if k == 0:
+        return {"steps": None, "drafted": None, "accepted": None, "accepted_per_position": None}
+    per_position = delta.accepted_per_position + [0] * (k - len(delta.accepted_per_position))
+    if reply.histogram is not None:
+        steps, accepted = sum(reply.histogram), sum(a * n for a, n in enumerate(reply.histogram))
+        if (steps, accepted) != (delta.steps, delta.accepted):
+            raise UserError(
+                f"prompt {prompt_id}: per-request metrics say {steps} steps and {accepted} accepted tokens, the server's"
+                f" counters {delta.steps} and {delta.accepted}; is something else using this server?"
+            )
+    overshoot = 1 + delta.steps + delta.accepted - len(reply.token_ids)
+    if not 0 <= overshoot <= k:
+        raise UserError(
+            f"prompt {prompt_id}: {len(reply.token_ids)} tokens do not fit 1 + {delta.steps} steps + {delta.accepted}"
+            f" accepted (overshoot {overshoot}, possible are 0 to {k})"
+        )
+    return {
+        "steps": delta.steps,
+        "drafted": delta.drafted,
+        "accepted": delta.accepted,
+        "accepted_per_position": per_position[:k],
+    }
+
+
+def sanity(client: Client, rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Per prompt: is the output a text at all? Loops, and outputs that the target itself finds absurd, are named.
+
+    An output is improbable when its mean log-probability is below -5 nats a token: sampling at temperature 1 stays above
+    -3 on natural text, and tokens drawn from a broken sampler lie near -10.
+    """
+    found = {}
+    for row in rows:
+        score = client.mean_log_probability(row["prompt_token_ids"], row["output_token_ids"])
+        problem = degenerate(row["output_token_ids"])
+        if score is not None and score < LEAST_MEAN_LOG_PROBABILITY:
+            problem = f"improbable text: mean log-probability {score:.1f}"
+        found[row["prompt_id"]] = {"mean_log_probability": None if score is None else round(score, 3), "problem": problem}
+        if problem:
+            logger.warning("prompt %s: %s", row["prompt_id"], problem)
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """What a speed depends on; its fingerprint keeps numbers of different machines apart."""
+    facts = {
+        "cpu": _cpu_name(),
+        "cores": psutil.cpu_count(),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9),
+        "gpu": _gpus(),
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+    return facts | {"fingerprint": digest}
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _gpus() -> list[str]:
+    try:
+        query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []
+
+
+def speculation_of(arm: dict[str, Any], drafter: str | None) -> Speculation:
+    """The Speculation of an arm of the config: method none without drafter and k."""
+    method = arm.get("method") or ("eagle3" if arm.get("drafter") else "none")
+    return Speculation(method, arm.get("k") or 0, drafter, arm.get("options") or {})

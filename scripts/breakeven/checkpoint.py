@@ -1,0 +1,127 @@
+"""Drafter checkpoints: what vLLM and SGLang load, written and read back."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from breakeven import artefacts, target
+from breakeven.cli import UserError
+from breakeven.conventions import default_layers, export_ids, family
+from breakeven.drafter import Drafter, DrafterConfig
+from breakeven.vocabulary import target_ids
+
+
+def engine_config(drafter: DrafterConfig, target_config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json that both engines read right.
+
+    RoPE stands in both spellings (transformers 5 reads `rope_parameters`, older loaders `rope_theta`); layer ids are
+    written only where they differ from the default layers, in each engine's own convention (docs/design.md, section 5).
+    """
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": drafter.hidden_size,
+        "intermediate_size": drafter.intermediate_size,
+        "num_attention_heads": drafter.num_attention_heads,
+        "num_key_value_heads": drafter.num_key_value_heads,
+        "head_dim": drafter.head_dim,
+        "num_hidden_layers": 1,
+        "vocab_size": drafter.vocab_size,
+        "draft_vocab_size": drafter.draft_vocab_size,
+        "rms_norm_eps": drafter.rms_norm_eps,
+        "rope_theta": drafter.rope_theta,
+        "rope_scaling": drafter.rope_scaling,
+        "rope_parameters": {"rope_type": "default", **(drafter.rope_scaling or {}), "rope_theta": drafter.rope_theta},
+        "max_position_embeddings": drafter.max_position_embeddings,
+        "hidden_act": drafter.hidden_act,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": target_config.get("bos_token_id"),
+        "eos_token_id": target_config.get("eos_token_id"),
+    }
+    return config | export_ids(
+        drafter.layers, family(target_config), target_config["num_hidden_layers"]
+    )
+
+
+def save(
+    folder: Path, drafter: Drafter, d2t: np.ndarray, t2d: np.ndarray, target_config: dict[str, Any], dtype=torch.bfloat16
+) -> None:
+    """Write config.json and model.safetensors into `folder`, which must exist.
+
+    Embeddings are not written: both engines share the target's, and a copy could only differ from it.
+    """
+    tensors = {
+        name: tensor.detach().to("cpu", dtype).contiguous()
+        for name, tensor in drafter.state_dict().items()
+        if not name.startswith(("embed_tokens", "rotary."))
+    }
+    tensors |= {"d2t": torch.from_numpy(d2t.copy()), "t2d": torch.from_numpy(t2d.copy())}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    artefacts.write_json(folder / "config.json", engine_config(drafter.config, target_config))
+
+
+def read_config(folder: Path, target_folder: Path) -> DrafterConfig:
+    """The drafter's shape from its config.json; layers from the manifest where there is one, else from the config.
+
+    Raises UserError where the checkpoint is no EAGLE-3 drafter of the Llama family.
+    """
+    config = artefacts.read_json(folder / "config.json")
+    architecture = (config.get("architectures") or ["none"])[0]
+    if "Eagle3" not in architecture or "deepseek" in architecture.lower():
+        raise UserError(
+            f"{folder}: architecture {architecture} cannot be evaluated offline; LlamaForCausalLMEagle3 can"
+            " (arms of the benchmark can still serve it)"
+        )
+    target_config = target.text_config(target_folder)
+    shape = DrafterConfig.from_target(target_config | config, config.get("draft_vocab_size") or config["vocab_size"], [])
+    shape.layers = layers(folder, config, target_config["num_hidden_layers"])
+    return shape
+
+
+def layers(folder: Path, config: dict[str, Any], n_layers: int) -> list[int]:
+    """The physical layers a checkpoint was trained on: its manifest's, else what vLLM makes of its config."""
+    manifest = folder / "manifest.json"
+    if manifest.is_file():
+        return artefacts.read_manifest(manifest, "drafter")["parameters"]["layers"]
+    ids = config.get("eagle_aux_hidden_state_layer_ids")
+    if ids is None:
+        ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return sorted(ids) if ids else default_layers(n_layers)
+
+
+def load(folder: Path, target_folder: Path, device: str) -> tuple[Drafter, Tensor]:
+    """Load a checkpoint for offline use: (drafter in float32, target ids [D] int64 of its draft vocabulary)."""
+    shape = read_config(folder, target_folder)
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    d2t = tensors.pop("d2t", None)
+    tensors.pop("t2d", None)
+    tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
+    name = "model.embed_tokens.weight"
+    embeddings = tensors.pop("embed_tokens.weight", None)
+    if embeddings is None:
+        embeddings = target.load_tensors(target_folder, [name])[name]
+    drafter = Drafter(shape, embeddings)
+    try:
+        drafter.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    except RuntimeError as error:
+        raise UserError(f"{folder}: {' '.join(str(error).split())}; run scripts/check_drafter.py on it") from None
+    if d2t is None and shape.draft_vocab_size < shape.vocab_size:
+        raise UserError(
+            f"{folder}: the head has {shape.draft_vocab_size} of {shape.vocab_size} tokens but there is no d2t;"
+            " export the checkpoint with its vocabulary map"
+        )
+    offsets = np.zeros(shape.draft_vocab_size, dtype=np.int64) if d2t is None else d2t.numpy()
+    ids = torch.from_numpy(target_ids(offsets))
+    if ids.min() < 0 or ids.max() >= shape.vocab_size:
+        raise UserError(f"{folder}: d2t points outside the vocabulary of {shape.vocab_size}; it must hold offsets")
+    return drafter.to(device).eval().requires_grad_(False), ids.to(device)
+

@@ -1,0 +1,303 @@
+"""The EAGLE-3 drafter for Llama-like targets, in one file.
+
+Notation, used in every docstring here: B sequences, T positions, H hidden size, V target vocabulary, D draft vocabulary,
+A number of target layers whose hidden states are features (n_aux, 3 by default).
+
+At position p the drafter sees the features of position p, fused by `fc`, and the embedding of token x[p+1]; it predicts
+x[p+2] (Li et al. 2025, "EAGLE-3", arXiv 2503.01840). Later draft steps of a chain that starts at row p feed the layer's
+own pre-norm output back instead of features. Keys: step t of row p attends the step-0 keys of rows <= p, and the row's
+own keys of steps 1 ... t; its rotary position is p + t. Teacher-forced training and the simulated walk of `acceptance`
+run the same `Drafter.step`; they differ in the tokens they feed.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from breakeven.target import rope
+
+
+@dataclass
+class DrafterConfig:
+    """The shape of a drafter; everything but the vocabulary and the layers is the target's."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    layers: list[int]  # physical: the input of decoder layer k of the target
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    max_position_embeddings: int
+    hidden_act: str = "silu"
+
+    @classmethod
+    def from_target(cls, config: dict[str, Any], draft_vocab_size: int, layers: list[int]) -> "DrafterConfig":
+        """The drafter's shape from the target's config.json (its text_config for multi-modal targets)."""
+        heads = config["num_attention_heads"]
+        theta, scaling = rope(config)
+        return cls(
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_attention_heads=heads,
+            num_key_value_heads=config.get("num_key_value_heads", heads),
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            vocab_size=config["vocab_size"],
+            draft_vocab_size=draft_vocab_size,
+            layers=list(layers),
+            rms_norm_eps=config["rms_norm_eps"],
+            rope_theta=theta,
+            rope_scaling=scaling,
+            max_position_embeddings=config["max_position_embeddings"],
+            hidden_act=config.get("hidden_act", "silu"),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in float32, as the targets' own."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
+
+
+class Rotary(nn.Module):
+    """Rotary embedding with the target's base and scaling (`transformers` computes the frequencies)."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        frequencies, self.attention_scaling = inverse_frequencies(config)
+        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate x [B, heads, T, head_dim] by positions [T]."""
+        angles = positions.float()[:, None] * self.inverse_frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        first, second = x.float().chunk(2, dim=-1)
+        return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+
+
+def inverse_frequencies(config: DrafterConfig) -> tuple[Tensor, float]:
+    """Rotary frequencies [head_dim / 2] (float32) and the attention scaling factor."""
+    if config.rope_scaling is None:
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        return config.rope_theta**-exponents, 1.0
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = dict(config.rope_scaling)
+    kind = scaling.setdefault("rope_type", scaling.get("type"))
+    llama = LlamaConfig(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters={"rope_theta": config.rope_theta, **scaling},
+    )
+    return ROPE_INIT_FUNCTIONS[kind](llama, "cpu")
+
+
+class Attention(nn.Module):
+    """Grouped-query attention whose queries, keys and values read [embedding, features], 2H wide."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        width = 2 * config.hidden_size
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+
+    def project(self, x: Tensor, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, 2H] -> queries [B, heads, T, head_dim], keys and values [B, kv_heads, T, head_dim]."""
+        batch, length, _ = x.shape
+        q = self.q_proj(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
+        k = self.k_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        v = self.v_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        return rotary(q, positions), rotary(k, positions), v
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        if config.hidden_act != "silu":
+            raise ValueError(f"hidden_act {config.hidden_act!r} is not supported; targets with silu are")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """The one decoder layer; parameter names are those that vLLM and SGLang load as `midlayer`."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+
+@dataclass
+class Context:
+    """The keys and values that a chain of draft steps attends, one entry a step.
+
+    keys[0], values[0]: [B, kv_heads, T, head_dim] of all T positions; keys[t], values[t] for t >= 1: of R rows only.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+class Drafter(nn.Module):
+    """EAGLE-3 network: fc, one decoder layer, final norm, head over the draft vocabulary; frozen target embeddings.
+
+    `embed_tokens` [V, H] is the target's and is neither trained nor saved.
+    """
+
+    def __init__(self, config: DrafterConfig, embeddings: Tensor):
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.layers) * config.hidden_size, config.hidden_size, bias=False)
+        self.midlayer = Layer(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rotary = Rotary(config)
+        if embeddings.shape != (config.vocab_size, config.hidden_size):
+            raise ValueError(f"embeddings are {tuple(embeddings.shape)}, not ({config.vocab_size}, {config.hidden_size})")
+        self.register_buffer("embed_tokens", embeddings, persistent=False)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Target hidden states [B, T, A, H] -> fused features [B, T, H]."""
+        return self.fc(features.flatten(-2).to(self.dtype))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    def step(self, tokens: Tensor, features: Tensor, context: Context | None, first_row: int) -> tuple[Tensor, Context]:
+        """One draft step for a suffix of rows.
+
+        Step 0 (context None): tokens [B, T] and features [B, T, H] of all positions p = 0 ... T-1, where tokens[:, p] is
+        x[p+1]. Later steps: tokens [B, R] and features [B, R, H] of rows p = first_row ... first_row + R - 1; features
+        are the former step's output. Returns the layer's pre-norm output [B, R, H] of rows >= first_row, which is both
+        the input of `logits` and the next step's features, and the context with this step's keys and values.
+        """
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        t = 0 if context is None else len(context.keys)
+        start = 0 if context is None else first_row
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device) + t
+        embedded = F.embedding(tokens, self.embed_tokens).to(features.dtype)
+        x = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(features)], dim=-1)
+        q, k, v = attention.project(x, self.rotary, positions)
+        if context is None:
+            context = Context([k], [v])
+            q, features = q[:, :, first_row:], features[:, first_row:]
+        else:
+            context = Context([*context.keys, k], [*context.values, v])
+        rows, width = q.shape[2], context.keys[0].shape[2]
+        attended = F.scaled_dot_product_attention(
+            q,
+            repeat_heads(torch.cat(context.keys, dim=2), q.shape[1]),
+            repeat_heads(torch.cat(context.values, dim=2), q.shape[1]),
+            attn_mask=chain_mask(rows, width, first_row, t, q.device),
+        )
+        hidden = features + attention.o_proj(attended.transpose(1, 2).flatten(2))
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return hidden, context
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Draft-vocabulary logits [..., D] of pre-norm hidden states [..., H]."""
+        return self.lm_head(self.norm(hidden))
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, kv_heads, T, d] -> [B, heads, T, d], each key head serving heads / kv_heads query heads."""
+    return x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def chain_mask(rows: int, width: int, first_row: int, steps: int, device) -> Tensor:
+    """Which keys a draft step sees: bool [rows, width + steps * rows].
+
+    Row i stands at position p = first_row + i. It sees step-0 keys 0 ... p and, of each later step, its own key.
+    """
+    row = torch.arange(rows, device=device)
+    causal = torch.arange(width, device=device) <= (row + first_row)[:, None]
+    own = torch.eye(rows, dtype=torch.bool, device=device)
+    return torch.cat([causal, *[own] * steps], dim=1)
+
+
+def initialise_from_target(drafter: Drafter, target: dict[str, Tensor], target_ids: Tensor) -> None:
+    """Start from what the target already knows: its last layer, final norm and the head rows of the draft vocabulary.
+
+    `target` maps short names (see `target_tensor_names`) to tensors; `target_ids` [D] int64 are the target ids of the
+    draft vocabulary. fc starts as a copy of the highest layer's features, so that the layer sees at first nearly what
+    it saw in the target; the embedding half of q, k and v starts small.
+    """
+    config, layer = drafter.config, drafter.midlayer
+    hidden = config.hidden_size
+    with torch.no_grad():
+        drafter.fc.weight.normal_(std=0.02 / math.sqrt(len(config.layers)))
+        drafter.fc.weight[:, -hidden:] += torch.eye(hidden)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weight = getattr(layer.self_attn, name).weight
+            weight[:, :hidden].normal_(std=0.02)
+            weight[:, hidden:] = target[f"self_attn.{name}.weight"].float()
+        layer.self_attn.o_proj.weight.copy_(target["self_attn.o_proj.weight"])
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            getattr(layer.mlp, name).weight.copy_(target[f"mlp.{name}.weight"])
+        layer.input_layernorm.weight.fill_(1.0)
+        layer.hidden_norm.weight.copy_(target["input_layernorm.weight"])
+        layer.post_attention_layernorm.weight.copy_(target["post_attention_layernorm.weight"])
+        drafter.norm.weight.copy_(target["norm.weight"])
+        drafter.lm_head.weight.copy_(target["lm_head.weight"][target_ids])
+
+
+LAYER_TENSORS = (
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+)
+
+
+def target_tensor_names(config: dict[str, Any], prefix: str = "model.") -> dict[str, str]:
+    """Short name -> name in a Llama-like target's checkpoint, for initialise_from_target and the embeddings."""
+    last = config["num_hidden_layers"] - 1
+    head = f"{prefix}embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"
+    names = {name: f"{prefix}layers.{last}.{name}" for name in LAYER_TENSORS}
+    return names | {
+        "norm.weight": f"{prefix}norm.weight",
+        "lm_head.weight": head,
+        "embed_tokens.weight": f"{prefix}embed_tokens.weight",
+    }

