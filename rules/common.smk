@@ -1,0 +1,165 @@
+# All Python of the rules: which files, which parameters. Nothing here depends on time, machine or order.
+import sys
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+
+sys.path.insert(0, str(Path(workflow.basedir) / "scripts"))
+
+from breakeven import configuration, dependencies
+from breakeven.cli import UserError
+
+try:
+    configuration.check(config, Path(workflow.basedir) / "schemas" / "config.schema.yaml")
+except UserError as error:
+    raise WorkflowError(str(error)) from None
+
+HARDWARE = config["hardware"]
+ENVIRONMENTS = ["workflow", f"model-{HARDWARE}", *(f"{engine}-{HARDWARE}" for engine in config["engines"])]
+SHARDS = configuration.shards(config)
+TRAINED = configuration.trained_drafters(config)
+BENCHMARK_PROMPTS = configuration.benchmark_prompts(config)
+LAYERS = configuration.layers_option(config)
+
+
+wildcard_constraints:
+    arm="|".join(config["arms"]),
+    drafter="|".join(TRAINED) or "none",
+    shard=r"\d{6,}",
+    number=r"\d+",
+
+
+def flavour(name):
+    """An environment's folder: the workflow's own has one flavour, the others one for each kind of hardware."""
+    return name if name in ENVIRONMENTS else f"{name}-{HARDWARE}"
+
+
+def environment(name):
+    """The input that ties a rule to the environment it runs in."""
+    return f".envs/{flavour(name)}/ready.txt"
+
+
+def python(name):
+    return f".envs/{flavour(name)}/bin/python"
+
+
+def script(name, *modules):
+    """A script and every library module it imports, itself first; `modules` are those it loads by name."""
+    return dependencies.files(workflow.basedir, f"scripts/{name}.py", *modules)
+
+
+def engine_module(name):
+    return f"scripts/breakeven/engines/{name}.py"
+
+
+def by_hardware(section):
+    """The part of a config section that belongs to this hardware."""
+    return section[HARDWARE]
+
+
+def as_json(value):
+    return configuration.as_json(value)
+
+
+def shards(folder, suffix):
+    return expand(f"results/{folder}/shard-{{shard}}.{suffix}", shard=SHARDS)
+
+
+def arm_of(wildcards):
+    return config["arms"][wildcards.arm]
+
+
+def arm_json(wildcards):
+    return as_json({"name": wildcards.arm} | {k: v for k, v in arm_of(wildcards).items() if k != "protocol"})
+
+
+def arm_script(wildcards):
+    return script("benchmark", engine_module(arm_of(wildcards)["engine"]))
+
+
+def arm_environment(wildcards):
+    return environment(arm_of(wildcards)["engine"])
+
+
+def arm_python(wildcards):
+    return python(arm_of(wildcards)["engine"])
+
+
+def arm_settings(wildcards):
+    engine = config["engines"][arm_of(wildcards)["engine"]]
+    return as_json(
+        {
+            "startup_timeout": engine["startup_timeout"],
+            "flags": by_hardware(engine["flags"]),
+            "environment": by_hardware(engine["environment"]),
+        }
+    )
+
+
+def arm_protocol(wildcards):
+    name = arm_of(wildcards)["protocol"]
+    return as_json({"name": name} | config["protocols"][name])
+
+
+def arm_prompts(wildcards):
+    return config["protocols"][arm_of(wildcards)["protocol"]]["prompts"]
+
+
+def checkpoint_folder(drafter):
+    return config["drafters"][drafter].get("checkpoint", f"results/drafters/{drafter}/checkpoint")
+
+
+def checkpoint_files(drafter):
+    """The tracked files of a drafter: a trained one's manifest, or the files of a given checkpoint."""
+    if drafter in TRAINED:
+        return [f"results/drafters/{drafter}/checkpoint/manifest.json"]
+    return configuration.checkpoint_files(config, drafter)
+
+
+def arm_checkpoint(wildcards):
+    drafter = arm_of(wildcards).get("drafter")
+    return checkpoint_files(drafter) if drafter else []
+
+
+def arm_checkpoint_option(wildcards):
+    drafter = arm_of(wildcards).get("drafter")
+    return f"--checkpoint {checkpoint_folder(drafter)}" if drafter else ""
+
+
+def pass_priority(wildcards):
+    """First passes of all arms before second ones, so that passes interleave and slow drift hits every arm."""
+    return 1000 - int(wildcards.number)
+
+
+def benchmark_passes(arm):
+    protocol = config["protocols"][config["arms"][arm]["protocol"]]
+    return expand("results/benchmarks/{arm}/pass-{number}.parquet", arm=arm, number=range(1, protocol["passes"] + 1))
+
+
+def replayed_arms():
+    """Arms whose drafter can be re-run offline on the very outputs that were served."""
+    return [name for name, arm in config["arms"].items() if configuration.method(arm) == "eagle3"]
+
+
+def offline_tables():
+    """Held-out acceptance of each drafter, and the replay of each EAGLE-3 arm."""
+    drafters = sorted({config["arms"][name]["drafter"] for name in replayed_arms()} & set(TRAINED))
+    return {
+        "held_out": [f"results/drafters/{name}/offline.parquet" for name in drafters],
+        "replays": [f"results/benchmarks/{name}/offline.parquet" for name in replayed_arms()],
+    }
+
+
+def manifests():
+    """Every manifest that the report's provenance shows."""
+    found = ["results/target/manifest.json"]
+    if TRAINED:
+        found += ["results/prompts/pool.manifest.json", "results/prompts/selection.json"]
+        found += shards("responses", "manifest.json") + shards("hidden_states", "manifest.json")
+        for drafter in TRAINED:
+            found += [
+                f"results/drafters/{drafter}/vocabulary.manifest.json",
+                f"results/drafters/{drafter}/checkpoint/manifest.json",
+            ]
+    passes = [path for arm in config["arms"] for path in benchmark_passes(arm)]
+    return found + [path.replace(".parquet", ".manifest.json") for path in passes]

@@ -1,0 +1,32 @@
+rule train_drafter:
+    input:
+        environment=environment("model"),
+        script=script("train_drafter"),
+        target="results/target/manifest.json",
+        vocabulary="results/drafters/{drafter}/vocabulary.safetensors",
+        states=shards("hidden_states", "safetensors"),
+        manifests=shards("hidden_states", "manifest.json"),
+    output:
+        manifest="results/drafters/{drafter}/checkpoint/manifest.json",
+        config="results/drafters/{drafter}/checkpoint/config.json",
+        weights="results/drafters/{drafter}/checkpoint/model.safetensors",
+        training="results/drafters/{drafter}/checkpoint/training.parquet",
+    log:
+        "logs/train_drafter/{drafter}.log",
+    conda:
+        f"../envs/model-{HARDWARE}.yaml"
+    threads: config["threads"]
+    resources:
+        gpu=1 if HARDWARE == "cuda" else 0,
+        machine=1,
+    retries: 1
+    params:
+        python=python("model"),
+        settings=lambda wildcards: as_json(config["drafters"][wildcards.drafter]["settings"]),
+        start=lookup("drafters/{drafter}/initialise_from", within=config),
+        device=HARDWARE,
+        folder=subpath(output.manifest, parent=True),
+    shell:
+        "{params.python} {input.script[0]} --target results/target --vocabulary {input.vocabulary}"
+        " --hidden-states {input.states} --settings {params.settings:q} --initialise-from {params.start:q}"
+        " --device {params.device} --threads {threads} --out {params.folder} > {log} 2>&1"

@@ -1,0 +1,26 @@
+rule extract_hidden_states:
+    input:
+        environment=environment("model"),
+        script=script("extract_hidden_states"),
+        target="results/target/manifest.json",
+        responses="results/responses/shard-{shard}.parquet",
+    output:
+        states="results/hidden_states/shard-{shard}.safetensors",
+        manifest="results/hidden_states/shard-{shard}.manifest.json",
+    log:
+        "logs/extract_hidden_states/shard-{shard}.log",
+    conda:
+        f"../envs/model-{HARDWARE}.yaml"
+    threads: config["threads"]
+    resources:
+        gpu=1 if HARDWARE == "cuda" else 0,
+        machine=1,
+    params:
+        python=python("model"),
+        layers=LAYERS,
+        batch_tokens=lookup("hidden_states/batch_tokens", within=config),
+        device=HARDWARE,
+    shell:
+        "{params.python} {input.script[0]} --target results/target --responses {input.responses}"
+        " --layers {params.layers} --batch-tokens {params.batch_tokens} --device {params.device}"
+        " --threads {threads} --out {output.states} > {log} 2>&1"

@@ -1,0 +1,55 @@
+rule evaluate_drafter:
+    input:
+        environment=environment("model"),
+        script=script("evaluate_drafter"),
+        target="results/target/manifest.json",
+        checkpoint=lambda wildcards: checkpoint_files(wildcards.drafter),
+        states=shards("hidden_states", "safetensors"),
+        manifests=shards("hidden_states", "manifest.json"),
+    output:
+        table="results/drafters/{drafter}/offline.parquet",
+        manifest="results/drafters/{drafter}/offline.manifest.json",
+    log:
+        "logs/evaluate_drafter/{drafter}.log",
+    conda:
+        f"../envs/model-{HARDWARE}.yaml"
+    threads: config["threads"]
+    resources:
+        gpu=1 if HARDWARE == "cuda" else 0,
+        machine=1,
+    params:
+        python=python("model"),
+        checkpoint=lambda wildcards: checkpoint_folder(wildcards.drafter),
+        device=HARDWARE,
+    shell:
+        "{params.python} {input.script[0]} --target results/target --checkpoint {params.checkpoint}"
+        " --hidden-states {input.states} --device {params.device} --threads {threads}"
+        " --out {output.table} > {log} 2>&1"
+
+
+rule replay_served:
+    input:
+        environment=environment("model"),
+        script=script("replay_served"),
+        target="results/target/manifest.json",
+        checkpoint=arm_checkpoint,
+        served="results/benchmarks/{arm}/pass-1.parquet",
+    output:
+        table="results/benchmarks/{arm}/offline.parquet",
+        manifest="results/benchmarks/{arm}/offline.manifest.json",
+    log:
+        "logs/replay_served/{arm}.log",
+    conda:
+        f"../envs/model-{HARDWARE}.yaml"
+    threads: config["threads"]
+    resources:
+        gpu=1 if HARDWARE == "cuda" else 0,
+        machine=1,
+    params:
+        python=python("model"),
+        checkpoint=arm_checkpoint_option,
+        k=lookup("arms/{arm}/k", within=config),
+        device=HARDWARE,
+    shell:
+        "{params.python} {input.script[0]} --target results/target {params.checkpoint} --served {input.served}"
+        " --k {params.k} --device {params.device} --threads {threads} --out {output.table} > {log} 2>&1"

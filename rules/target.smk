@@ -1,0 +1,20 @@
+rule fetch_target:
+    input:
+        environment=environment("model"),
+        script=script("fetch_target"),
+        template=config["target"].get("chat_template") or [],
+    output:
+        manifest="results/target/manifest.json",
+    log:
+        "logs/fetch_target.log",
+    conda:
+        f"../envs/model-{HARDWARE}.yaml"
+    resources:
+        machine=1,
+    params:
+        python=python("model"),
+        source=as_json(config["target"]),
+        folder=subpath(output.manifest, parent=True),
+    shell:
+        "{params.python} {input.script[0]} --source {params.source:q} --out {params.folder}"
+        " --cache results/cache > {log} 2>&1"

@@ -1,0 +1,23 @@
+rule build_vocabulary:
+    input:
+        environment=environment("model"),
+        script=script("build_vocabulary"),
+        target="results/target/manifest.json",
+        selection="results/prompts/selection.json",
+        states=shards("hidden_states", "safetensors"),
+        manifests=shards("hidden_states", "manifest.json"),
+    output:
+        maps="results/drafters/{drafter}/vocabulary.safetensors",
+        manifest="results/drafters/{drafter}/vocabulary.manifest.json",
+    log:
+        "logs/build_vocabulary/{drafter}.log",
+    conda:
+        f"../envs/model-{HARDWARE}.yaml"
+    resources:
+        machine=1,
+    params:
+        python=python("model"),
+        size=lookup("drafters/{drafter}/vocabulary_size", within=config),
+    shell:
+        "{params.python} {input.script[0]} --target results/target --hidden-states {input.states}"
+        " --size {params.size} --out {output.maps} > {log} 2>&1"

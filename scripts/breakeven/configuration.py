@@ -1,0 +1,149 @@
+"""The config: checked before anything runs, and read by the rules."""
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from breakeven.cli import UserError
+
+
+def as_json(value: Any) -> str:
+    """One-line JSON with sorted keys, so that equal settings give equal parameters."""
+    return json.dumps(value, sort_keys=True, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if hasattr(value, "items") else list(value)
+
+
+def check(config: dict[str, Any], schema_path: Path) -> None:
+    """Raise a UserError for the first thing in the config that cannot work: where it is, what is wrong, what to do."""
+    import jsonschema
+    import yaml
+
+    schema = yaml.safe_load(schema_path.read_text())
+    config = json.loads(as_json(config))
+    errors = sorted(jsonschema.Draft202012Validator(schema).iter_errors(config), key=lambda e: (len(e.path), str(e.path)))
+    if errors:
+        raise UserError(_sentence(min(errors, key=_misspelling_first)))
+    _check_arms(config)
+    _check_sizes(config)
+    _check_files(config)
+
+
+def _misspelling_first(error) -> int:
+    return 0 if error.validator == "additionalProperties" else 1
+
+
+def _sentence(error) -> str:
+    where = ".".join(str(part) for part in error.absolute_path) or "the top level"
+    if error.validator == "additionalProperties":
+        known = list(error.schema.get("properties", {}))
+        key = next(k for k in error.instance if k not in known)
+        near = difflib.get_close_matches(key, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+        return f"config, {where}: unknown key {key!r}; {hint}"
+    if error.validator == "required":
+        missing = next(k for k in error.validator_value if k not in error.instance)
+        return f"config, {where}: the key {missing!r} is missing"
+    if error.validator in ("oneOf", "anyOf") and error.context:
+        inner = min(error.context, key=lambda e: (_misspelling_first(e), -len(e.absolute_path)))
+        return _sentence(inner)
+    expected = error.schema.get("description", "").rstrip(".")
+    return f"config, {where}: {error.message}" + (f"; expected: {expected}" if expected else "")
+
+
+def method(arm: dict[str, Any]) -> str:
+    """How an arm speculates: its `method`, else eagle3 where it names a drafter, else none."""
+    return arm.get("method") or ("eagle3" if arm.get("drafter") else "none")
+
+
+def _check_arms(config: dict[str, Any]) -> None:
+    for name, arm in config["arms"].items():
+        for key, section in (("engine", "engines"), ("protocol", "protocols"), ("drafter", "drafters")):
+            value = arm.get(key)
+            if value is not None and value not in config[section]:
+                known = list(config[section])
+                near = difflib.get_close_matches(value, known, n=1) or known
+                raise UserError(
+                    f"config, arms.{name}.{key}: {value!r} is not one of the {section}; did you mean {near[0]!r}?"
+                    if known
+                    else f"config, arms.{name}.{key}: {value!r} is named, but the config has no {section}"
+                )
+        if method(arm) == "none" and arm.get("k"):
+            raise UserError(f"config, arms.{name}: k is {arm['k']} but there is neither drafter nor method; add one or drop k")
+        if method(arm) != "none" and not arm.get("k"):
+            raise UserError(f"config, arms.{name}: speculation needs k, the number of drafted tokens per step, 1 or more")
+        if method(arm) == "eagle3" and not arm.get("drafter"):
+            raise UserError(f"config, arms.{name}: method eagle3 needs a drafter; name one of the drafters")
+
+
+def _check_sizes(config: dict[str, Any]) -> None:
+    prompts, responses = config["prompts"], config["responses"]
+    if prompts["size"] % prompts["shard_size"]:
+        raise UserError(
+            f"config, prompts.size: {prompts['size']} is no multiple of prompts.shard_size ({prompts['shard_size']});"
+            " shards must stay the same when the size grows"
+        )
+    if responses["samples_per_prompt"] > 1 and responses["sampling"]["temperature"] == 0:
+        raise UserError(
+            "config, responses.samples_per_prompt: greedy samples are all the same; set responses.sampling.temperature > 0"
+        )
+
+
+def _check_files(config: dict[str, Any]) -> None:
+    for name in config["drafters"]:
+        checkpoint_files(config, name)
+    for name, protocol in config["protocols"].items():
+        if not Path(protocol["prompts"]).is_file():
+            raise UserError(f"config, protocols.{name}.prompts: {protocol['prompts']} is no file")
+    template = config["target"].get("chat_template")
+    if template and not Path(template).is_file():
+        raise UserError(f"config, target.chat_template: {template} is no file")
+    source_files(config)
+
+
+def shards(config: dict[str, Any]) -> list[str]:
+    """Names of the shards: the first rank of each, so that a shard never depends on the size asked for."""
+    size, step = config["prompts"]["size"], config["prompts"]["shard_size"]
+    return [f"{start:06d}" for start in range(0, size, step)]
+
+
+def trained_drafters(config: dict[str, Any]) -> list[str]:
+    """Drafters that this workflow trains; the others are given as checkpoints."""
+    return [name for name, drafter in config["drafters"].items() if "checkpoint" not in drafter]
+
+
+def checkpoint_files(config: dict[str, Any], drafter: str) -> list[str]:
+    """config.json and safetensors of a given checkpoint; none for a trained drafter."""
+    folder = config["drafters"][drafter].get("checkpoint")
+    if folder is None:
+        return []
+    files = [Path(folder) / "config.json", *sorted(Path(folder).glob("*.safetensors"))]
+    if not files[0].is_file() or len(files) < 2:
+        raise UserError(f"config, drafters.{drafter}.checkpoint: {folder} has no config.json with safetensors beside it")
+    return [str(path) for path in files]
+
+
+def benchmark_prompts(config: dict[str, Any]) -> list[str]:
+    """Prompt files of the protocols that some arm uses; training prompts must not overlap them."""
+    used = {arm["protocol"] for arm in config["arms"].values()}
+    return sorted({config["protocols"][name]["prompts"] for name in used})
+
+
+def layers_option(config: dict[str, Any]) -> str:
+    """hidden_states.layers as the scripts take it: 'default' or '2,15,27'."""
+    layers = config["hidden_states"]["layers"]
+    return layers if isinstance(layers, str) else ",".join(str(k) for k in layers)
+
+
+def source_files(config: dict[str, Any]) -> list[str]:
+    """Local prompt files, which are inputs of the curation."""
+    files = []
+    for i, source in enumerate(config["prompts"]["sources"]):
+        if "path" in source:
+            if not Path(source["path"]).is_file():
+                raise UserError(f"config, prompts.sources.{i}.path: {source['path']} is no file")
+            files.append(source["path"])
+    return files
