@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 ENGINE_NUMERICS = 0.015
-"""Two runs of the same drafter differ by 1-2 % in acceptance for reasons of arithmetic alone (kernels, batch shapes)."""
+"""Two runs of one drafter differ by 1-2 % in acceptance for reasons of arithmetic alone (kernels, batch shapes)."""
 
 
 class ImpossibleCounts(ValueError):

@@ -1,9 +1,9 @@
 """Pair every arm with its baseline, refuse what cannot be compared, and write the comparison tables.
 
-An arm is a folder `{benchmarks}/{arm}` with `pass-N.parquet` (tables.BENCHMARK) and `pass-N.manifest.json`. Its baseline
-is the arm without speculation of the same engine, protocol, machine, versions, flags and environment. A comparison that
-would mislead is refused with a reason, "id: sentence", and its speed-up stays null; its own measurements and its
-acceptance are still shown.
+An arm is a folder `{benchmarks}/{arm}` with `pass-N.parquet` (tables.BENCHMARK) and `pass-N.manifest.json`. Its
+baseline is the arm without speculation of the same engine, protocol, machine, versions, flags and environment. A
+comparison that would mislead is refused with a reason, "id: sentence", and its speed-up stays null; its own
+measurements and its acceptance are still shown.
 """
 
 import json
@@ -201,8 +201,8 @@ def own_reasons(arm: Arm) -> list[str]:
     if arm.requests["rate"].isna().any():
         row = arm.requests[arm.requests["rate"].isna()].iloc[0]
         reasons.append(
-            f"no-decode-time: prompt {row['prompt_id']} of arm {arm.name} has {row['completion_tokens']} output tokens in"
-            f" {row['e2e_s'] - row['ttft_s']:.3f} s after the first"
+            f"no-decode-time: prompt {row['prompt_id']} of arm {arm.name} has {row['completion_tokens']} output tokens"
+            f" in {row['e2e_s'] - row['ttft_s']:.3f} s after the first"
         )
     return reasons
 
