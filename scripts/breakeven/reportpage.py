@@ -163,7 +163,8 @@ def _sentence(row: Mapping[str, Any], alone: bool) -> str:
         f" (95 % interval {row['speedup_low']:.2f} to {row['speedup_high']:.2f})"
     )
     if row["verdict"] == "slower" and row["rho"]:
-        sentence += f"; a step yields {row['acceptance_length']:.2f} tokens and would have to yield more than {row['rho']:.2f} to pay"
+        needed = f"{row['acceptance_length']:.2f} tokens and would have to yield more than {row['rho']:.2f} to pay"
+        sentence += f"; a step yields {needed}"
     if row.get("cause"):
         sentence += f". Cause: {row['cause']}" + (f" ({row['fault']})" if row.get("fault") else "")
     return sentence + "."

@@ -50,6 +50,29 @@ def test_a_sound_comparison(tmp_path, specs):
     assert math.prod(ratios.values()) ** (1 / 5) == pytest.approx(arm["speedup"])
 
 
+def test_rates_and_break_even_are_exact(tmp_path, specs):
+    """Decode speed leaves out the first token and its time; AL 2.5 at 59 against 61 tok/s is a rho of 2.585."""
+
+    def timed(rate, **counts):
+        def change_row(row):
+            row.update(completion_tokens=101, ttft_s=0.5, e2e_s=0.5 + 100 / rate, **counts)
+
+        return change_row
+
+    base, arm = specs
+    rows(timed(61.0))(None, base)
+    rows(timed(59.0, steps=40, drafted=120, accepted=60, accepted_per_position=[30, 20, 10]))(None, arm)
+    found, result = compared(tmp_path, base, arm)
+    slow = found["vllm-own-k3"]
+    assert found["vllm-none"]["tokens_per_second"] == pytest.approx(61)
+    assert slow["tokens_per_second"] == pytest.approx(59)
+    assert slow["tokens_per_second_e2e"] == pytest.approx(101 / (0.5 + 100 / 59))
+    assert slow["ttft_s"] == 0.5
+    assert slow["acceptance_length"] == 2.5 and slow["rho"] == pytest.approx(2.5 * 61 / 59)
+    assert [row["conditional"] for row in result.acceptance] == pytest.approx([30 / 40, 20 / 30, 10 / 20])
+    assert slow["verdict"] == "slower"
+
+
 def baseline_changes(key, value):
     def change(base, arm):
         base[key] |= value
