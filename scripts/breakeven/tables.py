@@ -117,3 +117,46 @@ SUMMARY = pa.schema(
         ("reason", pa.string()),  # why it was refused, else null
     ]
 )
+
+# results/comparison/requests.parquet: every measured request beside its baseline.
+REQUESTS = pa.schema(
+    [
+        ("arm", pa.string()),
+        ("protocol", pa.string()),
+        ("baseline", pa.string()),  # null for a baseline and where there is none
+        ("pass_number", pa.int32()),
+        ("prompt_id", pa.string()),
+        ("prompt_tokens", pa.int32()),
+        ("cached_tokens", pa.int32()),
+        ("completion_tokens", pa.int32()),
+        ("ttft_s", pa.float64()),
+        ("e2e_s", pa.float64()),
+        ("tokens_per_second", pa.float64()),  # decode only: (n - 1) / (e2e - ttft); null for fewer than two tokens
+        ("speedup", pa.float64()),  # of this prompt, passes averaged (in logs) in both arms; null if refused
+        ("acceptance_length", pa.float64()),  # of this request; null without speculation
+        ("first_difference", pa.int32()),  # first output token unlike the baseline's same pass; null if identical
+        ("degenerate", pa.string()),  # why the output is no text, else null
+        ("finish_reason", pa.string()),
+        ("text", pa.string()),
+    ]
+)
+
+# results/comparison/acceptance.parquet: one row per speculating arm and drafted position, all passes pooled.
+ACCEPTANCE = pa.schema(
+    [
+        ("arm", pa.string()),
+        ("k", pa.int32()),
+        ("position", pa.int32()),  # 1 ... K
+        ("steps", pa.int64()),
+        ("accepted", pa.int64()),
+        ("marginal", pa.float64()),
+        ("conditional", pa.float64()),  # null where the position was never reached
+        ("low", pa.float64()),  # Wilson 95 % interval of the marginal, over these steps
+        ("high", pa.float64()),
+        ("offline_prompts", pa.string()),  # the prompt set of the offline walk; null if there was none at this K
+        ("offline_steps", pa.int64()),
+        ("offline_marginal", pa.float64()),
+        ("offline_low", pa.float64()),
+        ("offline_high", pa.float64()),
+    ]
+)

@@ -1,0 +1,592 @@
+"""Pair every arm with its baseline, refuse what cannot be compared, and write the comparison tables.
+
+An arm is a folder `{benchmarks}/{arm}` with `pass-N.parquet` (tables.BENCHMARK) and `pass-N.manifest.json`. Its
+baseline is the arm without speculation of the same engine, protocol, machine, versions, flags and environment. A
+comparison that would mislead is refused with a reason, "id: sentence", and its speed-up stays null; its own
+measurements and its acceptance are still shown.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from breakeven import acceptance, artefacts, stats, tables
+from breakeven.cli import UserError
+from breakeven.sanity import degenerate
+
+LENGTH_DRIFT = 0.10  # mean output lengths may differ by this share
+CACHE_DRIFT = 0.05  # shares of cached prompt tokens may differ by this much
+DEGENERATE_SHARE = 0.20  # this share of outputs may be degenerate; a small greedy model loops now and then
+
+REASONS = {
+    "random-prompts": "prompts of random tokens say nothing about acceptance on text",
+    "inconsistent-passes": "the passes of one arm were not run alike",
+    "too-few-passes": "fewer passes than the protocol asks for",
+    "impossible-acceptance": "acceptance counts that no run can produce",
+    "degenerate-output": "outputs are loops, which any drafter guesses",
+    "no-baseline": "no arm without speculation for this engine and protocol",
+    "other-sampling": "other sampling settings than the baseline",
+    "other-machine": "another machine than the baseline",
+    "other-version": "another engine version than the baseline",
+    "other-flags": "other server flags or environment than the baseline",
+    "other-prompts": "other prompts than the baseline",
+    "output-length": "output lengths drift apart",
+    "unequal-cache": "another share of cached prompt tokens than the baseline",
+    "no-decode-time": "a request without a measurable decode time",
+}
+"""Every reason to refuse a comparison, by id."""
+
+
+@dataclass
+class Arm:
+    """One arm: what its manifests say, and its requests, one row each, sorted by prompt and pass."""
+
+    name: str
+    manifests: dict[int, dict[str, Any]]  # by pass number
+    requests: pd.DataFrame  # tables.BENCHMARK plus rate, rate_e2e (tokens per second) and degenerate
+    files: dict[str, Path] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return next(iter(self.manifests.values()))["parameters"]
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        return self.parameters["protocol"]
+
+    @property
+    def k(self) -> int:
+        return int(self.parameters.get("k") or 0)
+
+    @property
+    def speculates(self) -> bool:
+        return self.k > 0 or bool(self.parameters.get("drafter"))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What an arm shares with its baseline, by the id of the reason that applies if it does not."""
+        first = next(iter(self.manifests.values()))
+        return {
+            "other-sampling": {k: v for k, v in self.protocol.items() if k != "passes"},
+            "other-machine": first["machine"]["fingerprint"],
+            "other-version": dict(first["versions"]),
+            "other-flags": {key: self.parameters.get(key) or {} for key in ("flags", "environment")},
+        }
+
+    def rates(self, prompts: Sequence[str]) -> np.ndarray:
+        """Decode tokens per second, float64 [prompts, passes]."""
+        return (
+            self.requests.pivot(index="prompt_id", columns="pass_number", values="rate").loc[list(prompts)].to_numpy()
+        )
+
+    def total(self, column: str) -> int | None:
+        """Sum over all requests; None where nothing was recorded."""
+        values = self.requests[column].dropna()
+        return int(values.sum()) if len(values) else None
+
+    @property
+    def accepted_per_position(self) -> list[int] | None:
+        """Sums over all requests, padded to K positions; None where nothing was recorded."""
+        rows = [row for row in self.requests["accepted_per_position"] if row is not None]
+        if not rows:
+            return None
+        width = max(self.k, *(len(row) for row in rows))
+        return [int(sum(row[i] for row in rows if i < len(row))) for i in range(width)]
+
+    @property
+    def acceptance_length(self) -> float | None:
+        steps, accepted = self.total("steps"), self.total("accepted")
+        return acceptance.acceptance_length(steps, accepted or 0) if self.speculates and steps else None
+
+    @property
+    def cached_share(self) -> float | None:
+        cached, prompt = self.total("cached_tokens"), self.total("prompt_tokens")
+        return None if cached is None or not prompt else cached / prompt
+
+    @property
+    def outputs(self) -> dict[int, dict[str, list[int]]]:
+        """Output token ids by pass and prompt."""
+        return {
+            int(number): dict(zip(rows["prompt_id"], map(list, rows["output_token_ids"]), strict=True))
+            for number, rows in self.requests.groupby("pass_number")
+        }
+
+
+def read_arm(benchmarks: Path | str, name: str) -> Arm:
+    """Read all passes of an arm; a missing file, an empty or inconsistent one is a UserError."""
+    folder = Path(benchmarks) / name
+    paths = {}
+    for path in folder.glob("pass-*.parquet"):
+        number = re.fullmatch(r"pass-(\d+)\.parquet", path.name)
+        if number:
+            paths[int(number[1])] = path
+    if not paths:
+        raise UserError(f"{folder}: no pass-*.parquet there; run the benchmark of arm {name!r} first")
+    manifests, frames, files = {}, [], {}
+    for number, path in sorted(paths.items()):
+        manifest_path = artefacts.manifest_path(path)
+        manifests[number] = manifest = artefacts.read_manifest(manifest_path, "benchmark")
+        _check_manifest(manifest_path, manifest)
+        table = artefacts.read_table(path, tables.BENCHMARK)
+        if not table.num_rows:
+            raise UserError(f"{path}: no request in it; delete the file and run the benchmark again")
+        rows = table.to_pandas()
+        repeated = rows["prompt_id"][rows["prompt_id"].duplicated()]
+        if len(repeated):
+            raise UserError(f"{path}: prompt {repeated.iloc[0]!r} was measured twice in one pass; run the pass again")
+        frames.append(rows.assign(pass_number=number))
+        files |= {f"{name}/{path.name}": path, f"{name}/{manifest_path.name}": manifest_path}
+    requests = pd.concat(frames, ignore_index=True).sort_values(["prompt_id", "pass_number"], ignore_index=True)
+    tokens = requests["completion_tokens"].to_numpy(float)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        decode = (requests["e2e_s"] - requests["ttft_s"]).to_numpy(float)
+        requests["rate"] = np.where((tokens > 1) & (decode > 0), (tokens - 1) / decode, np.nan)
+        end_to_end = requests["e2e_s"].to_numpy(float)
+        requests["rate_e2e"] = np.where(end_to_end > 0, tokens / end_to_end, np.nan)
+    requests["degenerate"] = [degenerate(ids) for ids in requests["output_token_ids"]]
+    return Arm(name, manifests, requests, files)
+
+
+def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
+    """The keys this module relies on; a missing one is a UserError that names it."""
+    needed = {"parameters": ("engine", "protocol", "k"), "machine": ("fingerprint",), "versions": ()}
+    for section, keys in needed.items():
+        found = manifest.get(section)
+        if not isinstance(found, dict):
+            raise UserError(f"{path}: key {section!r} is missing; run the benchmark again")
+        for key in keys:
+            if key not in found:
+                raise UserError(f"{path}: key {section}.{key} is missing; run the benchmark again")
+    if not isinstance(manifest["parameters"]["protocol"], dict) or "name" not in manifest["parameters"]["protocol"]:
+        raise UserError(f"{path}: key parameters.protocol.name is missing; run the benchmark again")
+
+
+def own_reasons(arm: Arm) -> list[str]:
+    """Why this arm's measurement cannot enter any comparison, each "id: sentence"."""
+    reasons = []
+    if is_random(arm):
+        reasons.append("random-prompts: the prompts are random tokens, on which acceptance and speed mean nothing")
+    for number, manifest in arm.manifests.items():
+        changed = [
+            key
+            for key in ("machine", "versions", "parameters")
+            if _stable(manifest, key) != _stable(next(iter(arm.manifests.values())), key)
+        ]
+        if changed:
+            reasons.append(f"inconsistent-passes: pass {number} differs from the first in {', '.join(changed)}")
+            break
+    prompts = arm.requests.groupby("pass_number")["prompt_id"].agg(frozenset)
+    if prompts.nunique() > 1:
+        reasons.append("inconsistent-passes: the passes did not measure the same prompts")
+    wanted = int(arm.protocol.get("passes") or 1)
+    if len(arm.manifests) < wanted:
+        reasons.append(f"too-few-passes: {len(arm.manifests)} of {wanted} passes of arm {arm.name} are there")
+    impossible = impossible_acceptance(arm)
+    if impossible:
+        reasons.append(f"impossible-acceptance: {impossible}")
+    share = arm.requests["degenerate"].notna().mean()
+    if share > DEGENERATE_SHARE:
+        row = arm.requests[arm.requests["degenerate"].notna()].iloc[0]
+        reasons.append(
+            f"degenerate-output: {share:.0%} of the outputs of arm {arm.name} are loops"
+            f" (prompt {row['prompt_id']}: {row['degenerate']})"
+        )
+    if arm.requests["rate"].isna().any():
+        row = arm.requests[arm.requests["rate"].isna()].iloc[0]
+        reasons.append(
+            f"no-decode-time: prompt {row['prompt_id']} of arm {arm.name} has {row['completion_tokens']} output tokens"
+            f" in {row['e2e_s'] - row['ttft_s']:.3f} s after the first"
+        )
+    return reasons
+
+
+def _stable(manifest: Mapping[str, Any], key: str) -> Any:
+    """The part of a manifest that must be the same in all passes of an arm."""
+    if key == "machine":
+        return manifest["machine"]["fingerprint"]
+    return {k: v for k, v in manifest[key].items() if k != "pass"}
+
+
+def is_random(arm: Arm) -> bool:
+    """Does the protocol say that its prompts are random tokens (vLLM's and SGLang's `random` data sets)?"""
+    said = [where.get(key) for where in (arm.protocol, arm.parameters) for key in ("workload", "dataset", "prompts")]
+    kinds = [value.get("kind") if isinstance(value, dict) else value for value in said]
+    return any(isinstance(kind, str) and kind.startswith("random") for kind in kinds)
+
+
+def impossible_acceptance(arm: Arm) -> str | None:
+    """What is impossible about an arm's acceptance counts, in any request or in total; None if nothing is."""
+    if not arm.speculates:
+        return None
+    for row in arm.requests.itertuples():
+        if pd.isna(row.steps) or pd.isna(row.accepted):
+            continue
+        steps, accepted = int(row.steps), int(row.accepted)
+        drafted = None if pd.isna(row.drafted) else int(row.drafted)
+        positions = row.accepted_per_position
+        found = [] if positions is None else acceptance.impossible(steps, list(positions), accepted, drafted)
+        if positions is not None and len(positions) > arm.k:
+            found.append(f"{len(positions)} positions at K = {arm.k}")
+        if accepted > arm.k * steps:
+            length = f"{1 + accepted / steps:.2f}" if steps else "infinite"
+            found.insert(0, f"acceptance length {length} above K + 1 = {arm.k + 1}")
+        if found:
+            return f"prompt {row.prompt_id}, pass {row.pass_number}: {found[0]}"
+    return None
+
+
+def find_baseline(arm: Arm, arms: Sequence[Arm]) -> tuple[Arm | None, list[str]]:
+    """The baseline with the same identity and no reason; else the nearest one and why it is none (or None)."""
+    candidates = [
+        other
+        for other in arms
+        if not other.speculates
+        and other.parameters["engine"] == arm.parameters["engine"]
+        and other.protocol["name"] == arm.protocol["name"]
+    ]
+    if not candidates:
+        return None, [
+            f"no-baseline: no arm without speculation for engine {arm.parameters['engine']} and protocol"
+            f" {arm.protocol['name']}; add one to the arms"
+        ]
+    differences = [identity_reasons(arm, candidate) for candidate in candidates]
+    best = min(range(len(candidates)), key=lambda i: len(differences[i]))
+    return candidates[best], differences[best]
+
+
+def identity_reasons(arm: Arm, baseline: Arm) -> list[str]:
+    """One reason per part of the identity that differs, with both values."""
+    reasons = []
+    for reason, mine in arm.identity.items():
+        other = baseline.identity[reason]
+        if mine == other:
+            continue
+        if isinstance(mine, dict):
+            keys = sorted(key for key in {*mine, *other} if mine.get(key) != other.get(key))
+            text = ", ".join(f"{key} {_show(mine.get(key))} against {_show(other.get(key))}" for key in keys)
+        else:
+            text = f"{_show(mine)} against {_show(other)}"
+        reasons.append(f"{reason}: {text} in baseline {baseline.name}")
+    return reasons
+
+
+def _show(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def pair_reasons(arm: Arm, baseline: Arm) -> list[str]:
+    """Why the measurements of two arms of the same identity cannot be paired."""
+    reasons = []
+    mine, other = (a.requests.drop_duplicates("prompt_id").set_index("prompt_id") for a in (arm, baseline))
+    if set(mine.index) != set(other.index):
+        odd = sorted(set(mine.index) ^ set(other.index))
+        reasons.append(f"other-prompts: {len(odd)} prompts are in only one of the two arms, the first is {odd[0]}")
+    else:
+        changed = [p for p in mine.index if list(mine.prompt_token_ids[p]) != list(other.prompt_token_ids[p])]
+        if changed:
+            reasons.append(
+                f"other-prompts: prompt {changed[0]} has other token ids than in baseline {baseline.name}"
+                " (another chat template or tokenizer)"
+            )
+    lengths = [a.requests["completion_tokens"].mean() for a in (arm, baseline)]
+    if not abs(lengths[0] / lengths[1] - 1) <= LENGTH_DRIFT:
+        reasons.append(
+            f"output-length: {lengths[0]:.0f} output tokens per request against {lengths[1]:.0f} in baseline"
+            f" {baseline.name}, more than {LENGTH_DRIFT:.0%} apart"
+        )
+    shares = arm.cached_share, baseline.cached_share
+    if None not in shares and abs(shares[0] - shares[1]) > CACHE_DRIFT:
+        reasons.append(
+            f"unequal-cache: {shares[0]:.0%} of the prompt tokens were cached against {shares[1]:.0%} in baseline"
+            f" {baseline.name}"
+        )
+    return reasons
+
+
+def first_difference(ids: Sequence[int], other: Sequence[int]) -> int | None:
+    """Index of the first token in which two outputs differ (the shorter length if one is a prefix); None if equal."""
+    for i, (a, b) in enumerate(zip(ids, other, strict=False)):
+        if a != b:
+            return i
+    return None if len(ids) == len(other) else min(len(ids), len(other))
+
+
+def losslessness(arm: Arm, baseline: Arm) -> dict[str, Any] | None:
+    """Greedy outputs beside the baseline's, against the A/A control of baseline passes; None if sampled.
+
+    identical: share of (prompt, pass) pairs with the same token ids in the same pass of both arms.
+    control: the same share between different passes of the baseline; None with a single pass.
+    first_difference: by prompt, the smallest index at which an output differed.
+    """
+    if arm.protocol.get("temperature") != 0:
+        return None
+    mine, other = arm.outputs, baseline.outputs
+
+    def share(pairs) -> float | None:
+        return float(np.mean([d is None for d in pairs])) if pairs else None
+
+    indices: dict[str, int] = {}
+    pairs = []
+    for number in sorted(set(mine) & set(other)) if arm is not baseline else []:
+        for prompt in sorted(set(mine[number]) & set(other[number])):
+            at = first_difference(mine[number][prompt], other[number][prompt])
+            pairs.append(at)
+            if at is not None:
+                indices[prompt] = min(at, indices.get(prompt, at))
+    control = [
+        first_difference(other[a][prompt], other[b][prompt])
+        for a in other
+        for b in other
+        if a < b
+        for prompt in sorted(set(other[a]) & set(other[b]))
+    ]
+    return {"identical": share(pairs), "control": share(control), "first_difference": indices}
+
+
+def read_offline(paths: Mapping[str, Path | str]) -> dict[str, pd.DataFrame]:
+    """The offline walks, tables.OFFLINE as data frames, by drafter."""
+    return {name: artefacts.read_table(path, tables.OFFLINE).to_pandas() for name, path in paths.items()}
+
+
+def offline_walk(arm: Arm, offline: Mapping[str, pd.DataFrame]) -> pd.DataFrame | None:
+    """The walk of the arm's drafter at its K, by position: on the protocol's prompts, else on the held-out ones."""
+    walk = offline.get(arm.parameters.get("drafter"))
+    if walk is None:
+        return None
+    walk = walk[walk["k"] == arm.k]
+    for prompts in (arm.protocol["name"], "held-out"):
+        rows = walk[walk["prompts"] == prompts]
+        if len(rows):
+            return rows.set_index("position").sort_index()
+    return None
+
+
+@dataclass
+class Comparison:
+    """The result: rows of the three tables, and by arm what the summary's columns cannot hold."""
+
+    summary: list[dict[str, Any]]
+    acceptance: list[dict[str, Any]]
+    requests: list[dict[str, Any]]
+    details: dict[str, dict[str, Any]]
+
+
+def compare(arms: Sequence[Arm], offline: Mapping[str, pd.DataFrame] | None = None) -> Comparison:
+    """Compare arms; pure, so that it can be called on measurements from anywhere."""
+    result = Comparison([], [], [], {})
+    for arm in arms:
+        walk = offline_walk(arm, offline or {})
+        reasons = own_reasons(arm)
+        baseline, warnings, speedup, lossless = None, [], None, None
+        if not arm.speculates:
+            verdict = "baseline"
+            warnings += reasons  # a baseline is never refused itself, the arms paired with it are
+            reasons, lossless = [], losslessness(arm, arm)
+        else:
+            baseline, differences = find_baseline(arm, arms)
+            reasons += differences
+            if baseline is not None:
+                lossless = losslessness(arm, baseline)
+                reasons += pair_reasons(arm, baseline)
+                reasons += [reason for reason in own_reasons(baseline) if reason not in reasons]
+            verdict = "refused"
+        if arm.speculates and not reasons:
+            prompts = sorted(set(arm.requests["prompt_id"]))
+            speedup = stats.compare(arm.rates(prompts), baseline.rates(prompts))
+            verdict = str(speedup.verdict)
+        warnings += warnings_of(arm, baseline, lossless)
+        result.summary.append(_summary_row(arm, baseline, speedup, walk, lossless, verdict, reasons))
+        if not is_random(arm):
+            result.acceptance += _acceptance_rows(arm, walk)
+        result.requests += _request_rows(arm, baseline, refused=bool(reasons))
+        result.details[arm.name] = {
+            "reasons": [reason.split(":")[0] for reason in reasons],
+            "warnings": warnings,
+            "noise_floor": _finite(math.expm1(speedup.floor)) if speedup else None,
+            "cached_share": arm.cached_share,
+            "degenerate_share": float(arm.requests["degenerate"].notna().mean()),
+            "lossless": lossless,
+            "method": arm.parameters.get("method"),
+            "protocol": arm.protocol,
+            "versions": next(iter(arm.manifests.values()))["versions"],
+            "machine": {k: v for k, v in next(iter(arm.manifests.values()))["machine"].items()},
+        }
+    return result
+
+
+def warnings_of(arm: Arm, baseline: Arm | None, lossless: Mapping[str, Any] | None) -> list[str]:
+    """What a reader must know although the comparison stands."""
+    warnings = []
+    prompts = arm.requests["prompt_id"].nunique()
+    if arm.speculates and prompts < stats.MINIMUM_PROMPTS:
+        warnings.append(f"{prompts} prompts: an interval needs at least {stats.MINIMUM_PROMPTS}")
+    if arm.speculates and len(arm.manifests) == 1:
+        warnings.append("a single pass: no A/A noise floor, so the verdict stays undecided")
+    loops = arm.requests[arm.requests["degenerate"].notna()]
+    if 0 < len(loops) <= DEGENERATE_SHARE * len(arm.requests):
+        warnings.append(f"{len(loops)} of {len(arm.requests)} outputs are loops ({loops['degenerate'].iloc[0]})")
+    if arm.speculates and not arm.total("steps"):
+        warnings.append("the engine reported no verification step: acceptance and break-even are unknown")
+    elif arm.speculates and not arm.total("accepted"):
+        warnings.append("not one drafted token was accepted: suspect the integration, not the training")
+    if baseline is not None and (arm.cached_share is None) != (baseline.cached_share is None):
+        warnings.append("cached prompt tokens are known for only one of the two arms")
+    if lossless and lossless["identical"] is not None:
+        control = lossless["control"]
+        if lossless["identical"] < (1.0 if control is None else control):
+            at = min(lossless["first_difference"].values())
+            against = "no A/A control" if control is None else f"{control:.0%} between passes of the baseline"
+            warnings.append(
+                f"{lossless['identical']:.0%} of the greedy outputs equal the baseline's ({against});"
+                f" the first difference is at token {at}"
+            )
+    return warnings
+
+
+def _finite(value: Any) -> float | None:
+    """A float, or None for nan, infinities and missing values, which are null in a table."""
+    return None if value is None or pd.isna(value) or not math.isfinite(value) else float(value)
+
+
+def _mean_over_prompts(arm: Arm, column: str) -> float | None:
+    return _finite(arm.requests.groupby("prompt_id")[column].mean().mean())
+
+
+def _summary_row(arm, baseline, speedup, walk, lossless, verdict, reasons) -> dict[str, Any]:
+    length = None if is_random(arm) else _finite(arm.acceptance_length)
+    ratio = 1.0 if verdict == "baseline" else _finite(speedup.speedup) if speedup else None
+    bounded = speedup is not None and math.isfinite(speedup.high)
+    if verdict == "baseline":
+        identical = lossless["control"] if lossless else None
+    else:
+        identical = lossless["identical"] if lossless else None
+    return {
+        "arm": arm.name,
+        "engine": arm.parameters["engine"],
+        "drafter": arm.parameters.get("drafter"),
+        "k": arm.k,
+        "protocol": arm.protocol["name"],
+        "baseline": baseline.name if baseline is not None else arm.name if verdict == "baseline" else None,
+        "prompts": arm.requests["prompt_id"].nunique(),
+        "passes": len(arm.manifests),
+        "tokens_per_second": _mean_over_prompts(arm, "rate"),
+        "tokens_per_second_e2e": _mean_over_prompts(arm, "rate_e2e"),
+        "ttft_s": _mean_over_prompts(arm, "ttft_s"),
+        "speedup": ratio,
+        "speedup_low": 1.0 if verdict == "baseline" else float(speedup.low) if bounded else None,
+        "speedup_high": 1.0 if verdict == "baseline" else float(speedup.high) if bounded else None,
+        "acceptance_length": length,
+        "offline_acceptance_length": None if walk is None else float(walk["acceptance_length"].iloc[0]),
+        "rho": length / ratio if length and ratio and arm.speculates else None,
+        "identical_outputs": identical,
+        "verdict": verdict,
+        "reason": "; ".join(reasons) or None,
+    }
+
+
+def _acceptance_rows(arm: Arm, walk: pd.DataFrame | None) -> list[dict[str, Any]]:
+    steps, counts = arm.total("steps"), arm.accepted_per_position
+    if not (arm.speculates and steps and counts) or impossible_acceptance(arm):
+        return []
+    low, high = acceptance.wilson(counts, steps)
+    rows = []
+    for i, (m, c) in enumerate(
+        zip(acceptance.marginal(steps, counts), acceptance.conditional(steps, counts), strict=True)
+    ):
+        row = {
+            "arm": arm.name,
+            "k": arm.k,
+            "position": i + 1,
+            "steps": steps,
+            "accepted": counts[i],
+            "marginal": float(m),
+            "conditional": _finite(c),
+            "low": float(low[i]),
+            "high": float(high[i]),
+        }
+        if walk is not None and i + 1 in walk.index:
+            known = walk.loc[i + 1]
+            offline_low, offline_high = acceptance.wilson(known["accepted"], known["steps"])
+            row |= {
+                "offline_prompts": known["prompts"],
+                "offline_steps": int(known["steps"]),
+                "offline_marginal": _finite(known["marginal"]),
+                "offline_low": float(offline_low),
+                "offline_high": float(offline_high),
+            }
+        rows.append(row)
+    return rows
+
+
+def _request_rows(arm: Arm, baseline: Arm | None, refused: bool) -> list[dict[str, Any]]:
+    speedups: dict[str, float] = {}
+    if baseline is not None and not refused:
+        prompts = sorted(set(arm.requests["prompt_id"]))
+        ratios = stats.log_ratios(arm.rates(prompts), baseline.rates(prompts))
+        speedups = dict(zip(prompts, np.exp(ratios), strict=True))
+    others = baseline.outputs if baseline is not None else {}
+    rows = []
+    for row in arm.requests.to_dict("records"):
+        other = others.get(row["pass_number"], {}).get(row["prompt_id"])
+        steps = _finite(row["steps"])
+        rows.append(
+            {name: _none(row[name]) for name in tables.REQUESTS.names if name in tables.BENCHMARK.names}
+            | {
+                "protocol": arm.protocol["name"],
+                "baseline": baseline.name if baseline is not None else None,
+                "tokens_per_second": _finite(row["rate"]),
+                "speedup": _finite(speedups.get(row["prompt_id"])),
+                "acceptance_length": 1 + row["accepted"] / steps if steps and arm.speculates else None,
+                "first_difference": None if other is None else first_difference(row["output_token_ids"], other),
+                "degenerate": _none(row["degenerate"]),
+            }
+        )
+    return rows
+
+
+def _none(value: Any) -> Any:
+    """pandas' missing values as None, whole numbers that pandas turned into floats as integers."""
+    if value is None or (np.isscalar(value) and pd.isna(value)):
+        return None
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def run(
+    benchmarks: Path | str,
+    names: Sequence[str],
+    offline: Mapping[str, Path | str],
+    summary: Path | str,
+    acceptance_out: Path | str,
+    requests: Path | str,
+) -> Comparison:
+    """Read the arms, compare them, write the three tables and, beside the summary, its manifest."""
+    if len(set(names)) != len(names):
+        raise UserError(f"--arms: an arm is named twice in {' '.join(names)}; name each once")
+    arms = [read_arm(benchmarks, name) for name in names]
+    result = compare(arms, read_offline(offline))
+    artefacts.write_table(requests, result.requests, tables.REQUESTS)
+    artefacts.write_table(acceptance_out, result.acceptance, tables.ACCEPTANCE)
+    artefacts.write_table(summary, result.summary, tables.SUMMARY)
+    verdicts = [row["verdict"] for row in result.summary]
+    artefacts.write_manifest(
+        artefacts.manifest_path(summary),
+        "comparison",
+        parameters={
+            "arms": list(names),
+            "length_drift": LENGTH_DRIFT,
+            "cache_drift": CACHE_DRIFT,
+            "degenerate_share": DEGENERATE_SHARE,
+        },
+        inputs={f"offline/{name}": path for name, path in offline.items()}
+        | {name: path for arm in arms for name, path in arm.files.items()},
+        counts={"arms": len(arms)} | {verdict: verdicts.count(verdict) for verdict in sorted(set(verdicts))},
+        arms=result.details,
+    )
+    return result

@@ -1,0 +1,47 @@
+"""Compare benchmarked arms with their baselines: paired speed-ups with intervals, acceptance, verdicts, refusals.
+
+    compare.py --benchmarks results/benchmarks --arms vllm-none vllm-own-k3 \\
+        --offline own=results/drafters/own/offline.parquet \\
+        --out results/comparison/summary.parquet --acceptance results/comparison/acceptance.parquet \\
+        --requests results/comparison/requests.parquet
+"""
+
+from pathlib import Path
+
+from breakeven import cli, comparison
+
+
+def main() -> None:
+    parser = cli.parser(__doc__)
+    parser.add_argument("--benchmarks", type=Path, required=True, help="folder with one folder of passes per arm")
+    parser.add_argument("--arms", nargs="+", required=True, metavar="ARM", help="arms to compare, baselines among them")
+    parser.add_argument(
+        "--offline", nargs="*", default=[], metavar="DRAFTER=FILE", help="offline acceptance of a drafter, as evaluated"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="summary.parquet: one row per arm")
+    parser.add_argument(
+        "--acceptance", type=Path, required=True, help="acceptance.parquet: one row per arm and position"
+    )
+    parser.add_argument("--requests", type=Path, required=True, help="requests.parquet: one row per request")
+    args = parser.parse_args()
+    offline = {}
+    for item in args.offline:
+        name, separator, path = item.partition("=")
+        if not (name and separator and path):
+            raise cli.UserError(
+                f"--offline {item}: write DRAFTER=FILE, such as own=results/drafters/own/offline.parquet"
+            )
+        offline[name] = Path(path)
+    result = comparison.run(args.benchmarks, args.arms, offline, args.out, args.acceptance, args.requests)
+    for row in result.summary:
+        measured = f"{row['tokens_per_second']:.1f} tok/s" if row["tokens_per_second"] else "no decode rate"
+        interval = f" [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]" if row["speedup_low"] else ""
+        speedup = f", {row['speedup']:.2f}x{interval}" if row["speedup"] and row["verdict"] != "baseline" else ""
+        cli.logger.info("%s: %s, %s%s%s", row["arm"], row["verdict"], measured, speedup,
+                        f" ({row['reason']})" if row["reason"] else "")  # fmt: skip
+        for warning in result.details[row["arm"]]["warnings"]:
+            cli.logger.warning("%s: warning: %s", row["arm"], warning)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,35 @@
+"""Write the comparison report: one self-contained page, and the figures speedups.svg and acceptance.svg.
+
+    report.py --comparison results/comparison --manifests results/target/manifest.json ... \\
+        --out results/report/index.html --figures results/report
+"""
+
+from pathlib import Path
+
+from breakeven import cli, reportpage
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+    parser = cli.parser(__doc__)
+    parser.add_argument("--comparison", type=Path, required=True, help="folder that compare.py wrote")
+    parser.add_argument("--manifests", type=Path, nargs="*", default=[], help="manifests to show as provenance")
+    parser.add_argument("--out", type=Path, required=True, help="the page, index.html")
+    parser.add_argument("--figures", type=Path, required=True, help="folder for speedups.svg and acceptance.svg")
+    parser.add_argument(
+        "--template", type=Path, default=ROOT / "report/comparison.html.j2", help="template of the page"
+    )
+    parser.add_argument("--style", type=Path, default=ROOT / "report/style.mplstyle", help="style of the figures")
+    parser.add_argument(
+        "--reference", type=Path, default=ROOT / "resources/reference-case.json", help="the reference case's numbers"
+    )
+    args = parser.parse_args()
+    page = reportpage.build(
+        args.comparison, args.manifests, args.out, args.figures, args.template, args.style, args.reference
+    )
+    cli.logger.info("%s: %s", args.out, reportpage.headline(page.rows)[0])
+
+
+if __name__ == "__main__":
+    cli.run(main)

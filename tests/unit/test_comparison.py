@@ -1,0 +1,302 @@
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import benchmark_files as files
+import pytest
+from breakeven import artefacts, comparison, tables
+from breakeven.cli import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def specs():
+    """A baseline at 30 tok/s and an arm at K = 3, 1.4 times as fast."""
+    return files.default(), files.default("vllm-own-k3", k=3, drafter="own", rate=42.0)
+
+
+def compared(folder, *specs, offline=None):
+    for spec in specs:
+        files.write(folder, spec)
+    arms = [comparison.read_arm(folder, spec["parameters"]["arm"]) for spec in specs]
+    result = comparison.compare(arms, comparison.read_offline(offline or {}))
+    return {row["arm"]: row for row in result.summary}, result
+
+
+def test_a_sound_comparison(tmp_path, specs):
+    offline = {"own": files.write_offline(tmp_path / "offline.parquet")}
+    rows, result = compared(tmp_path, *specs, offline=offline)
+    base, arm = rows["vllm-none"], rows["vllm-own-k3"]
+    assert (base["verdict"], base["baseline"], base["speedup"], base["acceptance_length"]) == (
+        "baseline", "vllm-none", 1.0, None,
+    )  # fmt: skip
+    assert (arm["verdict"], arm["reason"], arm["baseline"]) == ("faster", None, "vllm-none")
+    assert arm["speedup_low"] < 1.4 < arm["speedup_high"]
+    assert arm["speedup"] == pytest.approx(1.4, abs=0.08)
+    assert base["tokens_per_second"] == pytest.approx(30 * 1.2, rel=0.03)  # prompts at 30, 33, ..., 42
+    assert arm["tokens_per_second_e2e"] < arm["tokens_per_second"]
+    assert arm["rho"] == pytest.approx(arm["acceptance_length"] / arm["speedup"])
+    assert arm["offline_acceptance_length"] == pytest.approx(1 + 0.6 + 0.396 + 0.297)
+    assert arm["identical_outputs"] == 1.0 and result.details["vllm-own-k3"]["warnings"] == []
+    assert 0 < result.details["vllm-own-k3"]["noise_floor"] < 0.05
+    assert [row["position"] for row in result.acceptance] == [1, 2, 3]
+    for row in result.acceptance:
+        assert row["low"] < row["marginal"] < row["high"]
+        assert row["offline_prompts"] == "quick" and abs(row["offline_marginal"] - row["marginal"]) < 0.1
+    assert len(result.requests) == 30
+    ratios = {row["prompt_id"]: row["speedup"] for row in result.requests if row["speedup"]}
+    assert math.prod(ratios.values()) ** (1 / 5) == pytest.approx(arm["speedup"])
+
+
+def test_rates_and_break_even_are_exact(tmp_path, specs):
+    """Decode speed leaves out the first token and its time; AL 2.5 at 59 against 61 tok/s is a rho of 2.585."""
+
+    def timed(rate, **counts):
+        def change_row(row):
+            row.update(completion_tokens=101, ttft_s=0.5, e2e_s=0.5 + 100 / rate, **counts)
+
+        return change_row
+
+    base, arm = specs
+    rows(timed(61.0))(None, base)
+    rows(timed(59.0, steps=40, drafted=120, accepted=60, accepted_per_position=[30, 20, 10]))(None, arm)
+    found, result = compared(tmp_path, base, arm)
+    slow = found["vllm-own-k3"]
+    assert found["vllm-none"]["tokens_per_second"] == pytest.approx(61)
+    assert slow["tokens_per_second"] == pytest.approx(59)
+    assert slow["tokens_per_second_e2e"] == pytest.approx(101 / (0.5 + 100 / 59))
+    assert slow["ttft_s"] == 0.5
+    assert slow["acceptance_length"] == 2.5 and slow["rho"] == pytest.approx(2.5 * 61 / 59)
+    assert [row["conditional"] for row in result.acceptance] == pytest.approx([30 / 40, 20 / 30, 10 / 20])
+    assert slow["verdict"] == "slower"
+
+
+def baseline_changes(key, value):
+    def change(base, arm):
+        base[key] |= value
+
+    return change
+
+
+def protocol(**changes):
+    def change(base, arm):
+        arm["parameters"]["protocol"] |= changes
+
+    return change
+
+
+def rows(change_row):
+    def change_rows(rows):
+        for row in rows:
+            change_row(row)
+        return rows
+
+    return lambda base, arm: arm.update(change_rows=change_rows)
+
+
+def too_long(row):
+    row["completion_tokens"] = int(row["completion_tokens"] * 1.2)
+
+
+def too_many_accepted(row):
+    row.update(accepted=row["steps"] * 3 + 1, accepted_per_position=None, drafted=None)
+
+
+def increasing(row):
+    row["accepted_per_position"] = row["accepted_per_position"][::-1]
+
+
+def other_template(row):
+    row["prompt_token_ids"] = [1, *row["prompt_token_ids"]]
+
+
+def all_at_once(row):
+    row["e2e_s"] = row["ttft_s"]
+
+
+FAULTS = {
+    "no-baseline": [protocol(name="other"), lambda base, arm: base["parameters"].update(engine="sglang")],
+    "other-sampling": [protocol(temperature=0.6), protocol(max_tokens=256), protocol(top_p=0.9)],
+    "other-machine": [baseline_changes("machine", {"fingerprint": "decaf"})],
+    "other-version": [baseline_changes("versions", {"vllm": "0.31.0"})],
+    "other-flags": [
+        baseline_changes("parameters", {"flags": {"enforce-eager": True}}),
+        baseline_changes("parameters", {"environment": {"VLLM_CPU_OMP_THREADS_BIND": "0-1"}}),
+    ],
+    "too-few-passes": [lambda base, arm: arm.update(passes=[1, 2]), lambda base, arm: base.update(passes=[2])],
+    "inconsistent-passes": [
+        lambda base, arm: arm.update(change_rows=lambda rows: rows[: -1 if rows[0]["pass_number"] == 2 else None])
+    ],
+    "other-prompts": [
+        lambda base, arm: arm.update(prompts=[*files.PROMPTS[:4], "another"]),
+        rows(other_template),
+    ],
+    "output-length": [rows(too_long)],
+    "unequal-cache": [lambda base, arm: arm.update(cached=32)],
+    "degenerate-output": [
+        lambda base, arm: arm.update(output=[7] * 128),
+        lambda base, arm: base.update(output=[1, 2, 3] * 42),
+    ],
+    "random-prompts": [protocol(workload="random"), protocol(workload={"kind": "random"})],
+    "impossible-acceptance": [rows(too_many_accepted), rows(increasing)],
+    "no-decode-time": [rows(all_at_once)],
+}
+
+
+def test_every_reason_is_tested():
+    assert set(FAULTS) == set(comparison.REASONS)
+
+
+@pytest.mark.parametrize("reason, fault", [(reason, fault) for reason, faults in FAULTS.items() for fault in faults])
+def test_a_faulty_comparison_is_refused(tmp_path, specs, reason, fault):
+    fault(*specs)
+    found, result = compared(tmp_path, *specs)
+    arm = found["vllm-own-k3"]
+    assert arm["verdict"] == "refused"
+    assert reason in result.details["vllm-own-k3"]["reasons"]
+    assert f"{reason}: " in arm["reason"]
+    for column in ("speedup", "speedup_low", "speedup_high", "rho"):
+        assert arm[column] is None
+    assert all(row["speedup"] is None for row in result.requests)
+    shown = reason not in ("random-prompts",)
+    assert (arm["acceptance_length"] is not None) == shown
+
+
+def test_changes_between_passes_are_refused(tmp_path, specs):
+    compared(tmp_path, *specs)
+    path = tmp_path / "vllm-own-k3" / "pass-2.manifest.json"
+    manifest = artefacts.read_json(path)
+    manifest["machine"]["fingerprint"] = "decaf"
+    artefacts.write_json(path, manifest)
+    arms = [comparison.read_arm(tmp_path, spec["parameters"]["arm"]) for spec in specs]
+    assert "inconsistent-passes: pass 2 differs" in comparison.compare(arms).summary[1]["reason"]
+
+
+def test_the_matching_baseline_is_chosen_among_several(tmp_path, specs):
+    base, arm = specs
+    other = files.default("vllm-none-eager", rate=20)
+    other["parameters"]["flags"] = {"enforce-eager": True}
+    rows, _ = compared(tmp_path, other, base, arm)
+    assert rows["vllm-own-k3"]["baseline"] == "vllm-none"
+
+
+def test_a_slower_and_an_undecided_arm(tmp_path, specs):
+    base, arm = specs
+    same = files.default("vllm-own-k1", k=1, drafter="own", rate=30.0)
+    arm["rate"] = 20.0
+    rows, _ = compared(tmp_path, base, arm, same)
+    assert rows["vllm-own-k3"]["verdict"] == "slower"
+    assert rows["vllm-own-k1"]["verdict"] == "undecided"
+    assert rows["vllm-own-k3"]["rho"] > rows["vllm-own-k3"]["acceptance_length"]
+
+
+def test_a_lossy_arm_is_warned_about_not_refused(tmp_path, specs):
+    base, arm = specs
+
+    def change_rows(rows):
+        rows[0]["output_token_ids"][40] += 1
+        return rows
+
+    arm["change_rows"] = change_rows
+    found, result = compared(tmp_path, base, arm)
+    assert found["vllm-own-k3"]["verdict"] == "faster"
+    assert found["vllm-own-k3"]["identical_outputs"] == pytest.approx(0.8)
+    assert found["vllm-none"]["identical_outputs"] == 1.0
+    lossless = result.details["vllm-own-k3"]["lossless"]
+    assert lossless["first_difference"] == {"reference-0": 40} and lossless["control"] == 1.0
+    assert any("token 40" in warning for warning in result.details["vllm-own-k3"]["warnings"])
+
+
+def test_sampled_outputs_are_not_compared_token_by_token(tmp_path, specs):
+    for spec in specs:
+        spec["parameters"]["protocol"]["temperature"] = 0.6
+    rows, _ = compared(tmp_path, *specs)
+    assert rows["vllm-own-k3"]["verdict"] == "faster" and rows["vllm-own-k3"]["identical_outputs"] is None
+
+
+def test_a_single_loop_is_a_warning(tmp_path, specs):
+    base, arm = specs
+
+    def change_rows(rows):
+        rows[0]["output_token_ids"] = [7] * 128
+        return rows
+
+    base["change_rows"] = arm["change_rows"] = change_rows
+    rows, result = compared(tmp_path, base, arm)
+    assert rows["vllm-own-k3"]["verdict"] == "faster"
+    assert any("loops" in warning for warning in result.details["vllm-own-k3"]["warnings"])
+
+
+def test_four_prompts_have_no_interval_and_no_verdict(tmp_path, specs):
+    for spec in specs:
+        spec["prompts"] = files.PROMPTS[:4]
+    rows, _ = compared(tmp_path, *specs)
+    arm = rows["vllm-own-k3"]
+    assert arm["verdict"] == "undecided" and arm["speedup_low"] is None and arm["speedup"] > 1.2
+
+
+def test_an_engine_that_reports_no_steps(tmp_path, specs):
+    base, arm = specs
+
+    def change_row(row):
+        row.update(steps=None, drafted=None, accepted=None, accepted_per_position=None)
+
+    rows(change_row)(base, arm)
+    found, result = compared(tmp_path, base, arm)
+    assert found["vllm-own-k3"]["verdict"] == "faster"
+    assert found["vllm-own-k3"]["acceptance_length"] is None and found["vllm-own-k3"]["rho"] is None
+    assert any("no verification step" in warning for warning in result.details["vllm-own-k3"]["warnings"])
+
+
+def test_the_held_out_walk_serves_where_the_protocol_has_none(tmp_path, specs):
+    offline = {"own": files.write_offline(tmp_path / "offline.parquet", prompts="held-out")}
+    _, result = compared(tmp_path, *specs, offline=offline)
+    assert {row["offline_prompts"] for row in result.acceptance} == {"held-out"}
+    other_k = {"own": files.write_offline(tmp_path / "k2.parquet", k=2)}
+    _, result = compared(tmp_path, *specs, offline=other_k)
+    assert {row.get("offline_marginal") for row in result.acceptance} == {None}
+
+
+def test_script_writes_the_contract(tmp_path, specs):
+    for spec in specs:
+        files.write(tmp_path / "benchmarks", spec)
+    offline = files.write_offline(tmp_path / "offline.parquet")
+    out = tmp_path / "comparison"
+    command = [
+        sys.executable, ROOT / "scripts/compare.py", "--benchmarks", tmp_path / "benchmarks",
+        "--arms", "vllm-none", "vllm-own-k3", "--offline", f"own={offline}", "--out", out / "summary.parquet",
+        "--acceptance", out / "acceptance.parquet", "--requests", out / "requests.parquet",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert artefacts.read_table(out / "summary.parquet").schema.equals(tables.SUMMARY)
+    assert artefacts.read_table(out / "acceptance.parquet").schema.equals(tables.ACCEPTANCE)
+    assert artefacts.read_table(out / "requests.parquet").schema.equals(tables.REQUESTS)
+    manifest = artefacts.read_manifest(out / "summary.manifest.json", "comparison")
+    assert manifest["counts"] == {"arms": 2, "baseline": 1, "faster": 1}
+    before = [(out / name).read_bytes() for name in ("summary.parquet", "summary.manifest.json")]
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert before == [(out / name).read_bytes() for name in ("summary.parquet", "summary.manifest.json")]
+    command[command.index("vllm-own-k3")] = "vllm-own-k9"
+    failed = subprocess.run(command, capture_output=True, text=True)
+    assert failed.returncode == 1 and "vllm-own-k9" in failed.stderr and "Traceback" not in failed.stderr
+
+
+@pytest.mark.parametrize("section, key", [("machine", "fingerprint"), ("parameters", "protocol"), ("versions", None)])
+def test_an_incomplete_manifest_names_the_key(tmp_path, specs, section, key):
+    files.write(tmp_path, specs[0])
+    path = tmp_path / "vllm-none" / "pass-1.manifest.json"
+    manifest = artefacts.read_json(path)
+    del (manifest[section] if key else manifest)[key or section]
+    artefacts.write_json(path, manifest)
+    with pytest.raises(UserError, match=key or section):
+        comparison.read_arm(tmp_path, "vllm-none")
+
+
+def test_a_prompt_measured_twice_is_an_error(tmp_path, specs):
+    specs[0]["change_rows"] = lambda rows: rows + rows[:1]
+    files.write(tmp_path, specs[0])
+    with pytest.raises(UserError, match="measured twice"):
+        comparison.read_arm(tmp_path, "vllm-none")
