@@ -33,7 +33,7 @@ include: "rules/report.smk"
 rule all:
     default_target: True
     input:
-        rules.report.input,
+        rules.report.output.page,
 
 
 rule environments:

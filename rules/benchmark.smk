@@ -12,9 +12,9 @@ rule benchmark:
     log:
         "logs/benchmark/{arm}/pass-{number}.log",
         server="logs/benchmark/{arm}/pass-{number}.server.log",
+    priority: pass_priority
     conda:
         f"../envs/vllm-{HARDWARE}.yaml"
-    priority: pass_priority
     threads: config["threads"]
     resources:
         gpu=1 if HARDWARE == "cuda" else 0,

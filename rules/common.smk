@@ -10,12 +10,18 @@ from breakeven import configuration, dependencies
 from breakeven.cli import UserError
 
 try:
-    configuration.check(config, Path(workflow.basedir) / "schemas" / "config.schema.yaml")
+    configuration.check(
+        config, Path(workflow.basedir) / "schemas" / "config.schema.yaml"
+    )
 except UserError as error:
     raise WorkflowError(str(error)) from None
 
 HARDWARE = config["hardware"]
-ENVIRONMENTS = ["workflow", f"model-{HARDWARE}", *(f"{engine}-{HARDWARE}" for engine in config["engines"])]
+ENVIRONMENTS = [
+    "workflow",
+    f"model-{HARDWARE}",
+    *(f"{engine}-{HARDWARE}" for engine in config["engines"]),
+]
 SHARDS = configuration.shards(config)
 TRAINED = configuration.trained_drafters(config)
 BENCHMARK_PROMPTS = configuration.benchmark_prompts(config)
@@ -25,7 +31,7 @@ LAYERS = configuration.layers_option(config)
 wildcard_constraints:
     arm="|".join(config["arms"]),
     drafter="|".join(TRAINED) or "none",
-    shard=r"\d{6,}",
+    shard=r"\d{6}\d*",
     number=r"\d+",
 
 
@@ -70,7 +76,10 @@ def arm_of(wildcards):
 
 
 def arm_json(wildcards):
-    return as_json({"name": wildcards.arm} | {k: v for k, v in arm_of(wildcards).items() if k != "protocol"})
+    return as_json(
+        {"name": wildcards.arm}
+        | {k: v for k, v in arm_of(wildcards).items() if k != "protocol"}
+    )
 
 
 def arm_script(wildcards):
@@ -106,7 +115,9 @@ def arm_prompts(wildcards):
 
 
 def checkpoint_folder(drafter):
-    return config["drafters"][drafter].get("checkpoint", f"results/drafters/{drafter}/checkpoint")
+    return config["drafters"][drafter].get(
+        "checkpoint", f"results/drafters/{drafter}/checkpoint"
+    )
 
 
 def checkpoint_files(drafter):
@@ -133,29 +144,55 @@ def pass_priority(wildcards):
 
 def benchmark_passes(arm):
     protocol = config["protocols"][config["arms"][arm]["protocol"]]
-    return expand("results/benchmarks/{arm}/pass-{number}.parquet", arm=arm, number=range(1, protocol["passes"] + 1))
+    return expand(
+        "results/benchmarks/{arm}/pass-{number}.parquet",
+        arm=arm,
+        number=range(1, protocol["passes"] + 1),
+    )
 
 
 def replayed_arms():
     """Arms whose drafter can be re-run offline on the very outputs that were served."""
-    return [name for name, arm in config["arms"].items() if configuration.method(arm) == "eagle3"]
+    return [
+        name
+        for name, arm in config["arms"].items()
+        if configuration.method(arm) == "eagle3"
+    ]
 
 
 def offline_tables():
     """Held-out acceptance of each drafter, and the replay of each EAGLE-3 arm."""
-    drafters = sorted({config["arms"][name]["drafter"] for name in replayed_arms()} & set(TRAINED))
+    drafters = sorted(
+        {config["arms"][name]["drafter"] for name in replayed_arms()} & set(TRAINED)
+    )
     return {
         "held_out": [f"results/drafters/{name}/offline.parquet" for name in drafters],
-        "replays": [f"results/benchmarks/{name}/offline.parquet" for name in replayed_arms()],
+        "replays": [
+            f"results/benchmarks/{name}/offline.parquet" for name in replayed_arms()
+        ],
     }
+
+
+def offline_options():
+    """NAME=FILE of each replay and of each drafter's held-out walk, as compare.py takes them."""
+    tables = offline_tables()
+    return [
+        f"{Path(path).parent.name}={path}"
+        for path in tables["replays"] + tables["held_out"]
+    ]
 
 
 def manifests():
     """Every manifest that the report's provenance shows."""
     found = ["results/target/manifest.json"]
     if TRAINED:
-        found += ["results/prompts/pool.manifest.json", "results/prompts/selection.json"]
-        found += shards("responses", "manifest.json") + shards("hidden_states", "manifest.json")
+        found += [
+            "results/prompts/pool.manifest.json",
+            "results/prompts/selection.json",
+        ]
+        found += shards("responses", "manifest.json") + shards(
+            "hidden_states", "manifest.json"
+        )
         for drafter in TRAINED:
             found += [
                 f"results/drafters/{drafter}/vocabulary.manifest.json",

@@ -13,16 +13,18 @@ rule train_drafter:
         training="results/drafters/{drafter}/checkpoint/training.parquet",
     log:
         "logs/train_drafter/{drafter}.log",
+    retries: 1
     conda:
         f"../envs/model-{HARDWARE}.yaml"
     threads: config["threads"]
     resources:
         gpu=1 if HARDWARE == "cuda" else 0,
         machine=1,
-    retries: 1
     params:
         python=python("model"),
-        settings=lambda wildcards: as_json(config["drafters"][wildcards.drafter]["settings"]),
+        settings=lambda wildcards: as_json(
+            config["drafters"][wildcards.drafter]["settings"]
+        ),
         start=lookup("drafters/{drafter}/initialise_from", within=config),
         device=HARDWARE,
         folder=subpath(output.manifest, parent=True),

@@ -6,9 +6,9 @@ rule environment:
         ready=".envs/{name}/ready.txt",
     log:
         "logs/environment/{name}.log",
-    localrule: True
     wildcard_constraints:
         name="|".join(ENVIRONMENTS),
+    localrule: True
     conda:
         "../envs/workflow.yaml"
     shell:

@@ -42,10 +42,10 @@ rule select_prompts:
         selection="results/prompts/selection.json",
     log:
         "logs/select_prompts.log",
-    conda:
-        "../envs/workflow.yaml"
     # Small, and it refuses what cannot work: before any long job.
     priority: 5000
+    conda:
+        "../envs/workflow.yaml"
     resources:
         machine=1,
     params:

@@ -1,7 +1,9 @@
 rule generate_responses:
     input:
         environment=environment(config["responses"]["engine"]),
-        script=script("generate_responses", engine_module(config["responses"]["engine"])),
+        script=script(
+            "generate_responses", engine_module(config["responses"]["engine"])
+        ),
         target="results/target/manifest.json",
         pool="results/prompts/pool.parquet",
     output:
@@ -9,16 +11,16 @@ rule generate_responses:
         manifest="results/responses/shard-{shard}.manifest.json",
     log:
         "logs/generate_responses/shard-{shard}.log",
+    retries: 1
     conda:
         f"../envs/{config['responses']['engine']}-{HARDWARE}.yaml"
     threads: config["threads"]
     resources:
         gpu=1 if HARDWARE == "cuda" else 0,
         machine=1,
-    retries: 1
     params:
         python=python(config["responses"]["engine"]),
-        count=lookup("prompts/shard_size", within=config),
+        shard_size=lookup("prompts/shard_size", within=config),
         engine=lookup("responses/engine", within=config),
         samples=lookup("responses/samples_per_prompt", within=config),
         sampling=as_json(config["responses"]["sampling"]),
@@ -27,6 +29,6 @@ rule generate_responses:
         hardware=HARDWARE,
     shell:
         "{params.python} {input.script[0]} --target results/target --pool {input.pool} --start {wildcards.shard}"
-        " --count {params.count} --engine {params.engine} --sampling {params.sampling:q}"
+        " --count {params.shard_size} --engine {params.engine} --sampling {params.sampling:q}"
         " --samples-per-prompt {params.samples} --settings {params.settings:q}"
         " --environment {params.environment:q} --hardware {params.hardware} --out {output.responses} > {log} 2>&1"

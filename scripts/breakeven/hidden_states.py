@@ -189,3 +189,22 @@ class Sequences:
                 loaded = self.load(i, "token_ids", "loss_mask")
                 parts.append(loaded["token_ids"][loaded["loss_mask"]])
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
+
+
+class InMemory:
+    """Freshly extracted tensors with the same reading methods as `Sequences`."""
+
+    def __init__(self, tensors: dict[str, Tensor]):
+        self.tensors = tensors
+        self.index = list(itertools.pairwise(tensors["cu_seqlens"].tolist()))
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def length(self, i: int) -> int:
+        start, end = self.index[i]
+        return end - start
+
+    def load(self, i: int, *names: str) -> dict[str, Tensor]:
+        start, end = self.index[i]
+        return {name: self.tensors[name][start:end] for name in names}

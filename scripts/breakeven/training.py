@@ -21,7 +21,7 @@ from torch import Tensor
 
 from breakeven import artefacts
 from breakeven.cli import Progress, UserError, logger
-from breakeven.drafter import Drafter
+from breakeven.drafter import Drafter, autocast
 from breakeven.hidden_states import Sequences, pad
 
 
@@ -166,11 +166,6 @@ def validate(drafter: Drafter, head: TargetHead, sequences: Sequences, settings:
         right, counted = right + hits.cpu(), counted + counts.cpu()
     accuracy = (right / counted.clamp(min=1)).tolist()
     return {"loss": sum(losses) / len(held_out) if held_out else None, "accuracy": accuracy if held_out else None}
-
-
-def autocast(device: str):
-    """bf16 autocast; the master weights stay float32."""
-    return torch.autocast(device_type=device.split(":")[0], dtype=torch.bfloat16)
 
 
 class Run:

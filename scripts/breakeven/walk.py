@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from breakeven.drafter import Drafter
-from breakeven.hidden_states import Sequences
-from breakeven.training import autocast
+from breakeven.drafter import Drafter, autocast
+from breakeven.hidden_states import InMemory, Sequences
 
 
 @dataclass
@@ -80,7 +79,7 @@ def counts(steps: list[int], k: int) -> tuple[int, np.ndarray]:
 
 
 def evaluate(
-    drafter: Drafter, ids: Tensor, sequences: Sequences, chosen: list[int], k: int, device: str, progress=None
+    drafter: Drafter, ids: Tensor, sequences: Sequences | InMemory, chosen: list[int], k: int, device: str, progress=None
 ) -> list[Matches]:
     """Matches of the chosen sequences, with up to k draft tokens a row, in bf16 as the engines compute."""
     found = []

