@@ -42,11 +42,12 @@ def main() -> None:
         "near_duplicate_threshold": args.near_duplicate_threshold,
         "held_out_fraction": args.held_out_fraction,
     }
+    listed = sources.read_sources(args.sources)
     prompts.check_filters(**filters)
     tokenizer = prompts.load_tokenizer(args.target)
     target = artefacts.read_manifest(args.target / "manifest.json", "target")
     benchmark_prompts = [row for path in args.benchmark_prompts for row in prompts.read_benchmark_prompts(path)]
-    opened = sources.open_sources(sources.read_sources(args.sources), args.cache)
+    opened = sources.open_sources(listed, args.cache)
 
     pool, rejected, counts = prompts.curate(
         opened,

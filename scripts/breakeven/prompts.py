@@ -19,6 +19,7 @@ their weights until one runs out, and the order within a source does not depend 
 the N-prompt set is rank < N.
 """
 
+import functools
 import hashlib
 import json
 import re
@@ -134,7 +135,7 @@ def walk(turns: Iterable[Any]) -> tuple[list[Message], tuple[str, str] | None]:
         except UnicodeEncodeError:
             return messages, ("invalid-unicode", f"turn {number}")
         before = messages[-1][0] if messages else "start"
-        if role == "assistant" and before != "user" or role == before or role == "system" and before != "start":
+        if role == before or (role == "assistant" and before != "user") or (role == "system" and before != "start"):
             return messages, ("roles-not-alternating", f"turn {number}: {role} after {before}")
         messages.append((role, content))
     if not any(role == "user" for role, _ in messages):
@@ -278,6 +279,7 @@ def _read(sources: list[Source], max_tokens: int, rejected: Rejected) -> list[Pr
 # Language
 
 
+@functools.cache
 def _identifier():
     """py3langid over all languages but zxx (no language), which would take every text with much code."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
