@@ -592,7 +592,7 @@ def _deduplicate(prompts: list[Prompt], benchmark_prompts: list[dict], threshold
     from datasketch import MinHashLSH
 
     sketches = Sketches(prompts, benchmark_prompts)
-    lsh = MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS, weights=(0.3, 0.7))  # rather propose too many
+    lsh = MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS, weights=(0.1, 0.9))  # rather propose too many
     spread = 3 * (threshold * (1 - threshold) / PERMUTATIONS) ** 0.5  # three standard deviations of an estimate
 
     def near_duplicate(index: int) -> int | None:
@@ -615,7 +615,6 @@ def _deduplicate(prompts: list[Prompt], benchmark_prompts: list[dict], threshold
             elif prompt.digest in survivor:
                 drop(prompt, "duplicate", f"of {prompts[survivor[prompt.digest]].prompt_id}")
             elif (other := near_duplicate(index)) is not None:
-                survivor[prompt.digest] = other
                 drop(prompt, "near-duplicate", f"of {prompts[other].prompt_id}")
             else:
                 survivor[prompt.digest] = index

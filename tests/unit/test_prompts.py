@@ -25,7 +25,8 @@ CHATML = (
 )
 WORDS = """apple river stone window garden engine mirror yellow travel circle number basket winter planet silver doctor
  letter market bridge castle dragon forest island jacket kitchen ladder monkey needle orange pencil rabbit saddle ticket
- umbrella valley wagon zebra anchor butter candle desert elbow feather glacier harbor insect jungle kettle lemon""".split()
+ umbrella valley wagon zebra anchor butter candle desert elbow feather glacier harbor insect jungle kettle lemon
+""".split()
 
 
 @pytest.fixture(scope="session")
@@ -184,7 +185,7 @@ def test_in_is_kept_plus_rejected_for_any_garbage(tokenizer, tmp_path):
         _, rejected, counts = curate(
             tokenizer,
             tmp_path,
-            rows + [talk(text("x", 50))],
+            [*rows, talk(text("x", 50))],
             languages=["en"],
             min_tokens=12,
             max_tokens=300,
@@ -238,7 +239,7 @@ def test_a_template_that_refuses_a_prompt_rejects_it(target, tmp_path):
         (["다음 문장을 영어로 번역해 주세요. 감사합니다."], False),
         (["continue"], True),
         (["2+2=?"], True),
-        (["Erzähl mir bitte etwas über die Geschichte der Stadt Hamburg", "Gern ...", "weiter"], False),
+        (["Erzähl mir bitte etwas über die Geschichte der Stadt Hamburg", "Gern ...", "ok"], False),
         (["Fix this:\n```\nfunción = montaña + señor + mañana\n```\nWhy does it fail to compile?"], True),
         (["Why does this crash? def f(x): return {k: v for k, v in x.items()} https://example.org/un/deux"], True),
     ],
@@ -294,6 +295,13 @@ def test_what_is_only_alike_stays(tokenizer, tmp_path):
 def test_prefixes_of_one_conversation_are_no_duplicates_of_each_other(tokenizer, tmp_path):
     pool, _, _ = curate(tokenizer, tmp_path, [talk(text(1, 200), "yes", "go on", "well", "go on please")])
     assert len(pool) == 3
+
+
+def test_forks_of_a_conversation_are_near_duplicates_by_their_whole_text(tokenizer, tmp_path):
+    rows = [talk(text("long", 380), text("shared", 80), text(tail, 24)) for tail in ("one", "two")]
+    _, rejected, counts = curate(tokenizer, tmp_path, rows)
+    assert counts["rejected"] == {"duplicate": 1, "near-duplicate": 1}
+    assert {row["record"][1:] for row in rejected.rows if row["reason"] == "near-duplicate"} == {"/1"}
 
 
 BENCHMARK = [
@@ -470,7 +478,7 @@ def test_bad_files_and_empty_pools_are_told(tokenizer, tmp_path):
     pq.write_table(pa.table({"text": ["a"]}), path)
     with pytest.raises(UserError, match="none of the columns messages, conversations, prompt, but text"):
         list(opened[0].records())
-    with pytest.raises(UserError, match="no prompt of the sources is left.*1 too-short"):
+    with pytest.raises(UserError, match=r"no prompt of the sources is left.*1 too-short"):
         curate(tokenizer, tmp_path, [talk("hi")], min_tokens=100)
     with pytest.raises(UserError, match="holds no record"):
         curate(tokenizer, tmp_path, ["\n"])
@@ -516,7 +524,7 @@ def test_a_bad_benchmark_prompt_is_named_by_its_row(tmp_path, row, said):
 
 def test_asking_for_more_than_there_is_says_what_would_give_more():
     prompts.check_size(31, 31)
-    with pytest.raises(UserError, match="100 prompts .* holds 31: .*samples_per_prompt 7 in place of 2 .*add sources"):
+    with pytest.raises(UserError, match=r"100 prompts .* holds 31: .*samples_per_prompt 7 in place of 2 .*add sources"):
         prompts.check_size(31, 100, samples_per_prompt=2)
     with pytest.raises(UserError, match="at least one"):
         prompts.check_size(31, 0)
@@ -528,7 +536,7 @@ def script(name, *arguments):
 
 
 def test_from_the_command_line(target, tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", many(20) + ["{broken\n"])
+    path = write_jsonl(tmp_path / "rows.jsonl", [*many(20), "{broken\n"])
     out, rejected = tmp_path / "out" / "pool.parquet", tmp_path / "out" / "rejected.parquet"
     arguments = ["--target", target, "--benchmark-prompts", REFERENCE, "--out", out, "--rejected", rejected]
     arguments += ["--languages", "any", "--cache", tmp_path / "cache", "--sources"]
