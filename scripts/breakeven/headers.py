@@ -46,7 +46,9 @@ def read_header(file: Path) -> dict[str, Tensor]:
             header = json.loads(handle.read(length))
         header.pop("__metadata__", None)
         tensors = {
-            name: Tensor(name, entry["dtype"], tuple(entry["shape"]), file, *(8 + length + x for x in entry["data_offsets"]))
+            name: Tensor(
+                name, entry["dtype"], tuple(entry["shape"]), file, *(8 + length + x for x in entry["data_offsets"])
+            )
             for name, entry in header.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -156,8 +158,7 @@ def write(path: Path, tensors: dict[str, Tensor | np.ndarray]) -> None:
     with atomic(path) as temporary, open(temporary, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            for block in _blocks(tensor) if isinstance(tensor, Tensor) else [tensor.tobytes()]:
-                file.write(block)
+            file.writelines(_blocks(tensor) if isinstance(tensor, Tensor) else [tensor.tobytes()])
 
 
 def _blocks(tensor: Tensor, size: int = 16 << 20) -> Iterator[bytes]:
