@@ -161,8 +161,8 @@ def export_ids(layers: list[int], family: str, n_layers: int) -> dict:
     convention and `eagle_config` SGLang's. Raises a UserError for layers that SGLang cannot capture at all.
     """
     layers = list(layers)
-    if layers != sorted(set(layers)) or not layers or layers[0] < 0 or layers[-1] > n_layers:
-        raise UserError(f"layers {layers}: write ascending, distinct numbers between 0 and {n_layers}")
+    if layers != sorted(set(layers)) or not layers or layers[0] < 1 or layers[-1] > n_layers:
+        raise UserError(f"layers {layers}: write ascending, distinct numbers between 1 and {n_layers}")
     if layers == default_layers(n_layers):
         return {}
     if layers[-1] == n_layers and family != "gpt-oss":

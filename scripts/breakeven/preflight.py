@@ -463,7 +463,7 @@ def _plain_name(name: str) -> str:
 def _kind(case: Case) -> str:
     """eagle3 | eagle3-mla | eagle (1 and 2) | model, told by tensors, not by what the config calls itself."""
     tensors = case.tensors
-    mla = any("kv_a_proj_with_mqa" in name for name in tensors)
+    mla = any(part in name for name in tensors for part in ("kv_a_proj_with_mqa", "kv_b_proj", "q_a_proj"))
     q = next((t for n, t in tensors.items() if n.endswith("midlayer.self_attn.q_proj.weight")), None)
     hidden = case.config.get("hidden_size")
     fc = tensors.get("fc.weight")
