@@ -14,7 +14,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from breakeven import cli, conventions, installed, preflight
+from breakeven import cli, conventions, findings, installed, preflight
 from breakeven.artefacts import write_json
 
 
@@ -22,7 +22,7 @@ class ListChecks(argparse.Action):
     """Print docs/checks.md and exit."""
 
     def __call__(self, *_):
-        print(preflight.checks_table(), end="")
+        print(findings.checks_table(), end="")
         sys.exit(0)
 
 
@@ -66,8 +66,8 @@ def check(args: argparse.Namespace) -> int:
         longest_request=args.longest_request, tensor_parallel=args.tensor_parallel_size, layers=args.layers,
         chat_template_kwargs=args.chat_template_kwargs, flags=dict(map(_flag, args.flag)),
     )  # fmt: skip
-    findings = preflight.examine(case, args.allow)
-    errors = [finding for finding in findings if finding.level == "ERROR" and not finding.allowed]
+    found = preflight.examine(case, args.allow)
+    errors = [finding for finding in found if finding.level == "ERROR" and not finding.allowed]
     if args.json:
         write_json(
             args.json,
@@ -75,29 +75,35 @@ def check(args: argparse.Namespace) -> int:
                 "engine": args.engine,
                 "version": version,
                 "ok": not errors,
-                "findings": [finding.as_json() for finding in findings],
+                "drafter": preflight.summary(case),
+                "findings": [finding.as_json() for finding in found],
             },
         )
-    show(findings, case)
+    show(found, case)
     if args.fix:
-        mended = preflight.fix(case, findings, args.fix)
+        mended = preflight.fix(case, found, args.fix)
         print(f"\n{args.fix}: {', '.join(mended) or 'nothing'} mended; check it again")
     return 1 if errors else 0
 
 
-def show(findings: list, case: preflight.Case) -> None:
-    """Print the findings as blocks that fit the terminal."""
+def show(found: list[findings.Finding], case: preflight.Case) -> None:
+    """Print what the engine will make of the drafter, then the findings as blocks that fit the terminal."""
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    for f in findings:
+    drafter = preflight.summary(case)
+    if drafter:
+        text = (
+            "{kind}: inputs of layers {layers} of {target_layers}, {draft_vocab_size} of {vocab_size} tokens,"
+            " head: {lm_head}, embeddings: {embeddings}"
+        )
+        print(textwrap.fill(text.format(**drafter), width))
+    for f in found:
         level = f"{f.level}, allowed" if f.allowed else f.level
         print(f"{level}: {f.id}")
         for label, text in (("found", f.message), (f"{f.engine} {f.version}", f.effect), ("mend", f.mend)):
             first = f"  {label}: "
             print(textwrap.fill(text, width, initial_indent=first, subsequent_indent="    ", break_long_words=False))
-    counts = [
-        f"{sum(f.level == level and not f.allowed for f in findings)} {level.lower()}" for level in preflight.LEVELS
-    ]
-    allowed = sum(f.allowed for f in findings)
+    counts = [f"{sum(f.level == level and not f.allowed for f in found)} {level.lower()}" for level in findings.LEVELS]
+    allowed = sum(f.allowed for f in found)
     print(f"{case.engine} {case.version}: {', '.join(counts)}" + (f", {allowed} allowed" if allowed else ""))
 
 

@@ -158,7 +158,8 @@ def export_ids(layers: list[int], family: str, n_layers: int) -> dict:
     """The config.json keys from which both engines capture exactly these physical tensors.
 
     Empty for the default layers, which both take where no ids are written. Otherwise the top-level key carries vLLM's
-    convention and `eagle_config` SGLang's. Raises a UserError for layers that SGLang cannot capture at all.
+    convention and `eagle_config` SGLang's. Raises a UserError for layers that SGLang cannot capture: 0
+    (older versions add a residual that is not there yet) and, except for gpt-oss, N.
     """
     layers = list(layers)
     if layers != sorted(set(layers)) or not layers or layers[0] < 1 or layers[-1] > n_layers:

@@ -2,13 +2,13 @@
 
 `examine(case)` returns findings; an empty list is a clean bill. It reads config.json files and safetensors headers, scans
 values for NaN, and compares a few rows of the embeddings: seconds, no torch, no engine. What each engine does with a
-fault was read from its released source (conventions.py names the versions) or measured (docs/field-reports.md).
+fault was read from its released source (conventions.py names the versions) or measured.
 """
 
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,8 @@ import numpy as np
 from breakeven import conventions, headers, installed
 from breakeven.artefacts import read_json, write_json
 from breakeven.cli import UserError
+from breakeven.findings import CHECKS, LEVELS, Finding
 from breakeven.headers import Tensor
-
-LEVELS = ("ERROR", "WARN", "INFO")
 
 # First version that honours a norm flag, None: no version read does. Read from llama_eagle3.py and deepseek_eagle3.py
 # (vLLM 0.20.2 to 0.32.0), llama_eagle3.py and kimi_k25_eagle3.py (SGLang 0.5.5 to 0.5.23).
@@ -64,240 +63,6 @@ TARGETS = {
         "KimiK25ForConditionalGeneration": "0.5.10",
     },
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing the preflight knows: its level(s), what it catches, on which engines, and the mend."""
-
-    level: str
-    what: str
-    engines: str
-    mend: str
-
-
-CHECKS = {
-    # what the checkpoint is
-    "weights-unreadable": Check(
-        "ERROR", "no safetensors, a pickle, a cut-off file or a missing shard", "both",
-        "convert or copy the checkpoint again",
-    ),
-    "not-a-drafter": Check(
-        "ERROR", "a checkpoint without `fc` that is a whole language model", "both",
-        "give the drafter's folder, or use STANDALONE (SGLang) or draft_model (vLLM)",
-    ),
-    "eagle1-head": Check(
-        "ERROR", "an EAGLE-1/2 head (fc [H, 2H], no d2t) served as EAGLE-3", "both",
-        "use the algorithm EAGLE (SGLang) or eagle (vLLM), or train an EAGLE-3 drafter",
-    ),
-    "algorithm": Check(
-        "ERROR", "the speculative algorithm's name does not fit the checkpoint", "both",
-        "EAGLE-3 needs EAGLE3 (SGLang) or eagle3 (vLLM)",
-    ),
-    "format": Check(
-        "ERROR", "the speculators format, or a config without model_type, where the engine cannot read it", "both",
-        "export config.json in the LlamaForCausalLMEagle3 layout",
-    ),
-    "drafter-architecture": Check(
-        "ERROR", "the engine's version has no class for the drafter's architecture", "both",
-        "take a newer engine, or name the architecture as the engine does",
-    ),
-    "target-architecture": Check(
-        "ERROR/INFO", "the engine's version cannot hand out this target's hidden states", "both",
-        "take an engine version that supports EAGLE-3 for this target",
-    ),
-    "engine-version": Check(
-        "ERROR/WARN", "stated and installed version differ, or the version is older than any that was read", "both",
-        "state the version that will serve",
-    ),
-    # tensors
-    "tensor-missing": Check(
-        "ERROR", "a required tensor is not in the file", "both: uninitialised weights, no word", "export again",
-    ),
-    "tensor-name": Check(
-        "ERROR", "a tensor is named as the engine does not read it", "both", "rename it (--fix does)",
-    ),
-    "tensor-extra": Check(
-        "ERROR", "a tensor that the engine has no place for", "vLLM: fails to load; SGLang: dropped, no word",
-        "export without it, or serve with an engine that knows it",
-    ),
-    "tensor-shape": Check("ERROR", "a tensor's shape contradicts the config", "both", "export again"),
-    "head-shape": Check(
-        "ERROR", "rows or columns of q, k, v, o contradict heads x head_dim",
-        "both; vLLM narrows the weights without a word", "write the heads and head_dim of training into config.json",
-    ),
-    "fc-width": Check(
-        "ERROR", "fc's columns are not (number of features) x (target's hidden size)", "both",
-        "state the layers, num_aux_hidden_states and target_hidden_size as trained",
-    ),
-    "fc-skipped": Check(
-        "ERROR", "the features are as wide as the embeddings, so fc is skipped", "SGLang, no word", "use more layers",
-    ),
-    "hidden-size": Check(
-        "ERROR", "drafter and target widths differ without target_hidden_size or own embeddings", "both",
-        "set target_hidden_size and ship embed_tokens",
-    ),
-    "draft-layers": Check(
-        "ERROR", "num_hidden_layers contradicts the file or what the engine can build", "both",
-        "write the drafter's own layer count (1)",
-    ),
-    "nonfinite": Check("ERROR", "NaN or infinite weights", "both: served, acceptance 0", "train or export again"),
-    "lm-head-missing": Check(
-        "ERROR/WARN", "no lm_head.weight", "vLLM: the target's head; SGLang: random unless draft_vocab_size is null",
-        "ship the head",
-    ),
-    "lm-head-rows": Check(
-        "ERROR", "lm_head rows are not draft_vocab_size", "both", "write draft_vocab_size = rows of lm_head",
-    ),
-    "lm-head-tied": Check(
-        "ERROR", "tie_word_embeddings is true, so the drafter's own head is dropped", "SGLang, no word",
-        "set tie_word_embeddings to false (--fix does)",
-    ),
-    "draft-vocab-size": Check(
-        "ERROR", "config.json lacks draft_vocab_size", "SGLang: fails to start; vLLM: takes vocab_size",
-        "write draft_vocab_size (--fix does)",
-    ),
-    "embeddings": Check(
-        "ERROR/WARN", "embed_tokens differs from the target's rows",
-        "vLLM keeps the drafter's own; SGLang takes the target's", "export without embed_tokens (--fix does)",
-    ),
-    # vocabulary
-    "d2t-missing": Check(
-        "ERROR", "a pruned head without d2t", "both: the first ids are drafted, no word", "export d2t (--fix does)",
-    ),
-    "d2t-absolute": Check(
-        "ERROR", "d2t holds target ids; engines expect offsets (target id = j + d2t[j])", "both",
-        "subtract 0, 1, 2, ... (--fix does)",
-    ),
-    "d2t-range": Check("ERROR", "j + d2t[j] leaves the target's vocabulary", "both", "export d2t again"),
-    "d2t-duplicate": Check("ERROR", "two draft ids map to one target id", "both", "export d2t again"),
-    "d2t-unsorted": Check(
-        "ERROR", "mapped ids are not ascending, so head rows and ids may not belong together", "both",
-        "export d2t and lm_head in ascending order of target ids",
-    ),
-    "d2t-t2d": Check("ERROR", "d2t and t2d name different target ids", "both read d2t only", "export both again"),
-    "d2t-identity": Check(
-        "WARN", "d2t maps to the first ids of the vocabulary and no t2d confirms it", "both", "export t2d as well",
-    ),
-    "d2t-shape": Check("ERROR", "d2t or t2d has a wrong length or dtype", "both", "int64 [draft vocab], bool [vocab]"),
-    "d2t-full-vocabulary": Check(
-        "ERROR", "d2t in the file of a drafter with the whole vocabulary", "vLLM >= 0.30.0: fails to load",
-        "drop d2t (--fix does)",
-    ),
-    "vocabulary-end": Check(
-        "WARN", "an end-of-text id of the target is not in the draft vocabulary", "both: it is never drafted",
-        "keep it in when the vocabulary is chosen",
-    ),
-    "vocabulary-size": Check(
-        "ERROR/WARN", "drafter and target vocab_size differ (WARN: in padding only)", "both",
-        "use the target's vocab_size; never edit it to make a pair fit",
-    ),
-    "tokenizer": Check("ERROR", "drafter and target tokenizers differ", "both", "use a drafter for this target"),
-    # layers
-    "layer-ids": Check(
-        "ERROR", "the engine captures other layers than the drafter was trained on", "both, no word",
-        "write ids for both engines (--fix does)",
-    ),
-    "layer-ids-unstated": Check(
-        "WARN", "neither config, manifest nor --layers says which layers were trained on", "both guess the default",
-        "state --layers, or write the ids",
-    ),
-    "layer-ids-ambiguous": Check(
-        "WARN", "the engines would capture different layers from these ids, and nothing says which is right", "both",
-        "state --layers as trained",
-    ),
-    "layer-ids-runner": Check(
-        "WARN", "vLLM's two model runners read these ids differently", "vLLM >= 0.22.0",
-        "write the ids at the top level as well",
-    ),
-    "layer-ids-range": Check(
-        "ERROR", "an id names a layer the engine never reaches", "both", "write ids within the target",
-    ),
-    "layer-order": Check(
-        "ERROR", "the stated layers are not ascending; engines always feed them so", "both",
-        "permute fc's columns to ascending layers, or train so",
-    ),
-    # numbers the config carries
-    "norm-flag": Check(
-        "ERROR", "a norm flag is set that the engine's version ignores", "see the table in the text",
-        "serve with a version that honours it, or train without",
-    ),
-    "norm-tensor": Check(
-        "ERROR", "a norm's tensor is there without its flag, or the flag without its tensor", "both",
-        "set the flag as trained",
-    ),
-    "norm-manifest": Check("ERROR", "a norm flag differs from the manifest's", "both", "write the flag as trained"),
-    "rope-theta": Check(
-        "ERROR", "RoPE base as the engine reads it differs from the one trained with", "both",
-        "write it as rope_theta and in rope_parameters (--fix does)",
-    ),
-    "rope-spelling": Check(
-        "ERROR/WARN", "the RoPE base is spelled as this version does not read it", "SGLang <= 0.5.9, vLLM on "
-        "transformers 4", "write both spellings (--fix does)",
-    ),
-    "rope-target": Check(
-        "WARN", "RoPE base or scaling differs from the target's and no manifest says it was trained so", "both",
-        "use the target's",
-    ),
-    "rope-mla": Check(
-        "WARN", "an MLA drafter without RoPE scaling loses its base", "vLLM < 0.28.0", "take vLLM 0.28.0 or later",
-    ),
-    "positions": Check(
-        "ERROR/WARN", "the drafter's max_position_embeddings is below the served length",
-        "vLLM >= 0.27.0 raises it; older: garbage beyond it; SGLang: refuses to start",
-        "write the target's max_position_embeddings (--fix does)",
-    ),
-    "dtype": Check(
-        "ERROR/WARN", "drafter and target dtype differ", "vLLM casts; SGLang loads as configured (none: float16)",
-        "write the target's dtype",
-    ),
-    "attention-bias": Check(
-        "ERROR", "attention biases and attention_bias contradict each other or the engine", "SGLang drops them",
-        "train without, or serve with vLLM",
-    ),
-    "quantization": Check(
-        "INFO/WARN", "the drafter's quantization as it will be read", "both", "state the drafter's quantization",
-    ),
-    "mla-q-lora": Check("ERROR", "an MLA drafter without q_lora_rank", "both", "set q_lora_rank"),
-    "attention-backend": Check(
-        "WARN", "a drafter with plain attention under an MLA target takes the target's backend", "SGLang",
-        "--speculative-draft-attention-backend flashinfer (or triton, fa3)",
-    ),
-    # how it is served
-    "draft-tokens": Check(
-        "ERROR/WARN", "steps, topk and draft tokens that cannot be reached or are changed silently", "SGLang",
-        "steps = K, topk = 1, draft tokens = K + 1",
-    ),
-    "num-speculative-tokens": Check("ERROR", "K missing or below 1", "vLLM", "set num_speculative_tokens >= 1"),
-    "tensor-parallel": Check(
-        "ERROR/WARN", "heads or widths that the tensor parallel size does not divide", "both",
-        "serve with a size that divides them",
-    ),
-    "chat-template": Check(
-        "ERROR", "chat_template_kwargs of serving and of the training data differ", "both",
-        "serve as the data was rendered",
-    ),
-}  # fmt: skip
-
-
-@dataclass
-class Finding:
-    """One finding; `fix` mends (config, tensors) in place where the mend is certain."""
-
-    id: str
-    level: str
-    message: str
-    engine: str
-    version: str
-    effect: str
-    mend: str
-    allowed: bool = False
-    fix: Callable[[dict, dict], None] | None = field(default=None, repr=False)
-
-    def as_json(self) -> dict[str, Any]:
-        """The finding for check.json."""
-        keys = ("id", "level", "message", "engine", "version", "effect", "mend", "allowed")
-        return {**{key: getattr(self, key) for key in keys}, "fixable": self.fix is not None}
 
 
 @dataclass
@@ -392,6 +157,24 @@ def examine(case: Case, allow: list[str] = ()) -> list[Finding]:
     return _allowed(sorted(findings, key=lambda f: LEVELS.index(f.level)), allow)
 
 
+def summary(case: Case) -> dict[str, Any]:
+    """What the engine will make of an EAGLE-3 drafter; the server's log can be compared with it."""
+    if not getattr(case, "kind", "").startswith("eagle3"):
+        return {}
+    shared = case.engine == "sglang" and case.hidden == case.target_hidden  # SGLang's set_embed
+    own_embeddings = "embed_tokens.weight" in case.tensors and not shared
+    n_layers = case.target_config["num_hidden_layers"]
+    return {
+        "kind": case.kind,
+        "layers": conventions.captured(case.engine, case.version, case.family, case.config, n_layers),
+        "target_layers": n_layers,
+        "draft_vocab_size": case.draft_vocab,
+        "vocab_size": case.vocab,
+        "lm_head": "own" if "lm_head.weight" in case.tensors else "target's",
+        "embeddings": "own" if own_embeddings else "target's",
+    }
+
+
 def _allowed(findings: list[Finding], allow: list[str]) -> list[Finding]:
     for finding in findings:
         finding.allowed = finding.id in allow
@@ -414,23 +197,6 @@ def fix(case: Case, findings: list[Finding], out: Path) -> list[str]:
     headers.write(out / "model.safetensors", tensors)
     write_json(out / "config.json", config)
     return [finding.id for finding in mends]
-
-
-def checks_table() -> str:
-    """docs/checks.md: every finding the preflight can report, as Markdown."""
-    lines = [
-        "# Preflight findings",
-        "",
-        "What `scripts/check_drafter.py` can report; written from the registry in `scripts/breakeven/preflight.py` with",
-        "`python scripts/check_drafter.py --list > docs/checks.md`. ERROR stops an arm (exit code 1), WARN and INFO do",
-        "not. `--allow ID`, or `allow: [ID]` of an arm in the config, overrides one, visibly. `--fix OUT` writes a",
-        "corrected copy where the mend is certain.",
-        "",
-        "| id | level | what | engines | mend |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [f"| `{id}` | {c.level} | {c.what} | {c.engines} | {c.mend} |" for id, c in CHECKS.items()]
-    return "\n".join(lines) + "\n"
 
 
 # --- reading the checkpoint ---------------------------------------------------------------------------------------
@@ -723,7 +489,9 @@ def required_tensors(case: Case) -> Iterator[Finding]:
         and not (name == "fc.bias" and case.engine == "sglang" and case.config.get("bias"))
     ]  # fmt: skip
     if extra:
-        effect = "fails to load" if case.engine == "vllm" else "drops it without a word, so another network is served"
+        effect = "drops it without a word, so another network is served"
+        if case.engine == "vllm":
+            effect = "fails to load" if not case.mla else "fails to load, older versions drop it without a word"
         yield case.found("tensor-extra", "ERROR", f"no place for {', '.join(sorted(extra)[:4])}", effect)
 
 
@@ -817,6 +585,8 @@ def head(case: Case) -> Iterator[Finding]:
     tensor, config, vocab = case.tensors.get("lm_head.weight"), case.config, case.vocab
     stated = config.get("draft_vocab_size")
     absent = "draft_vocab_size" not in config
+    d2t = case.tensors.get("d2t")
+    confirmed = tensor is not None and d2t is not None and d2t.shape == tensor.shape[:1]  # two against the config
     sizes = f"draft_vocab_size {stated}, vocab_size {vocab}"
     if tensor is None:
         shared = (
@@ -839,8 +609,7 @@ def head(case: Case) -> Iterator[Finding]:
         yield case.found(
             "lm-head-rows", "ERROR", f"lm_head.weight has {tensor.shape[0]} rows, draft_vocab_size is {stated}",
             "fails to load",
-            fix=lambda config, _: config.update(draft_vocab_size=tensor.shape[0])
-            if case.tensors.get("d2t") and case.tensors["d2t"].shape == (tensor.shape[0],) else None,
+            fix=(lambda config, _: config.update(draft_vocab_size=tensor.shape[0])) if confirmed else None,
         )  # fmt: skip
     elif tensor.shape[1] != case.hidden and not _quantized(case):
         yield case.found(
@@ -1008,11 +777,10 @@ def vocabulary_map(case: Case) -> Iterator[Finding]:
         yield case.found(
             "d2t-identity", "WARN", f"d2t is all zeros: ids 0 ... {size - 1} of {vocab}", "maps as written"
         )
-    ends = _end_ids(case.target)
-    lost = sorted(ends - set(unique.tolist()))
-    if lost and size < vocab:
+    ends = sorted(_end_ids(case.target))
+    if ends and size < vocab and not np.isin(ends, unique).any():
         yield case.found(
-            "vocabulary-end", "WARN", f"end-of-text id {lost[0]} of the target is not among the {size} draft ids",
+            "vocabulary-end", "WARN", f"none of the target's end-of-text ids {ends} is among the {size} draft ids",
             "never drafts the end of an answer",
         )  # fmt: skip
 
@@ -1200,10 +968,16 @@ def norm_flags(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _rope_parameters(config: dict) -> dict:
+    """rope_parameters, of the full-attention layers where there is one set per kind of layer."""
+    nested = config.get("rope_parameters") or {}
+    kinds = {name: value for name, value in nested.items() if isinstance(value, dict)}
+    return kinds.get("full_attention") or next(iter(kinds.values()), nested)
+
+
 def _theta(config: dict) -> tuple[float | None, float | None]:
     """(rope_theta, rope_parameters.rope_theta), each None where it is not written."""
-    nested = config.get("rope_parameters") or {}
-    top = config.get("rope_theta")
+    nested, top = _rope_parameters(config), config.get("rope_theta")
     return (None if top is None else float(top)), (
         float(nested["rope_theta"]) if isinstance(nested.get("rope_theta"), (int, float)) else None
     )
@@ -1211,7 +985,7 @@ def _theta(config: dict) -> tuple[float | None, float | None]:
 
 def _scaling(config: dict) -> dict | None:
     """RoPE scaling in one spelling, None for none."""
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    scaling = dict(_rope_parameters(config) or config.get("rope_scaling") or {})
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None)
     scaling.pop("type", None)
     scaling.pop("rope_theta", None)

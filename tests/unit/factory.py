@@ -1,8 +1,8 @@
 """Tiny drafters and targets of each family, good by construction; tests plant one fault each.
 
-    drafter, target = good(tmp_path, "llama")
-    edit_config(drafter, rope_theta=10000.0)
-    edit_tensors(drafter, lambda tensors: tensors.pop("fc.weight"))
+drafter, target = good(tmp_path, "llama")
+edit_config(drafter, rope_theta=10000.0)
+edit_tensors(drafter, lambda tensors: tensors.pop("fc.weight"))
 """
 
 import json
@@ -50,7 +50,9 @@ def good_target(folder: Path, family: str, theta: float = 50000.0) -> Path:
         config = {"model_type": "kimi_k25", "text_config": config}
     write_json(folder / "config.json", {"architectures": [architecture], **config})
     vocab = {f"token{i}": i for i in range(VOCAB)}
-    write_json(folder / "tokenizer.json", {"model": {"vocab": vocab}, "added_tokens": [{"content": "<end>", "id": EOS}]})
+    write_json(
+        folder / "tokenizer.json", {"model": {"vocab": vocab}, "added_tokens": [{"content": "<end>", "id": EOS}]}
+    )
     embeddings = np.random.default_rng(0).normal(size=(VOCAB, HIDDEN)).astype(np.float32)
     save_file({"model.embed_tokens.weight": embeddings}, folder / "model.safetensors")
     return folder

@@ -1,7 +1,6 @@
 """Layer conventions: what each engine and version captures, from a table read off the released sources."""
 
 import pytest
-
 from breakeven import conventions
 from breakeven.cli import UserError
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import factory
 import numpy as np
 import pytest
-
-from breakeven import headers, installed, preflight
+from breakeven import findings, headers, installed, preflight
 from breakeven.cli import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,8 +45,8 @@ def found(drafter, target, engine="vllm", version="0.32.0", **options):
 def test_good_drafter_has_no_finding(tmp_path, family, engine, version):
     drafter, target = factory.good(tmp_path, family)
     # vLLM before 0.28.0 loses the base of an unscaled MLA drafter; these are scaled, as Kimi's are
-    findings = preflight.examine(case_of(drafter, target, engine, version, chat_template_kwargs={}))
-    assert findings == []
+    report = preflight.examine(case_of(drafter, target, engine, version, chat_template_kwargs={}))
+    assert report == []
 
 
 @pytest.mark.parametrize("family", factory.FAMILIES)
@@ -264,8 +263,8 @@ def test_each_required_tensor(tmp_path, family, engine, version):  # B026
     all_tensors = load_file(drafter / "model.safetensors")
     for name in names:
         save_file({k: v for k, v in all_tensors.items() if k != name}, drafter / "model.safetensors")
-        findings = preflight.examine(case_of(drafter, target, engine, version))
-        assert [f.message.split()[0] for f in findings if f.id == "tensor-missing"] == [name]
+        report = preflight.examine(case_of(drafter, target, engine, version))
+        assert [f.message.split()[0] for f in report if f.id == "tensor-missing"] == [name]
 
 
 # --- faults that belong to a version, a flag or another file ---
@@ -274,10 +273,10 @@ def test_each_required_tensor(tmp_path, family, engine, version):  # B026
 @pytest.mark.parametrize("name", ["EAGLE", "NEXTN", "eagle", "STANDALONE"])
 def test_wrong_algorithm_on_sglang(tmp_path, name):  # B001
     drafter, target = factory.good(tmp_path, "kimi")
-    findings = preflight.examine(case_of(drafter, target, "sglang", "0.5.23", algorithm=name))
-    assert [f.id for f in findings] == ["algorithm"]
+    report = preflight.examine(case_of(drafter, target, "sglang", "0.5.23", algorithm=name))
+    assert [f.id for f in report] == ["algorithm"]
     if name in ("EAGLE", "NEXTN"):
-        assert "32-wide" in findings[0].effect and "96 are expected" in findings[0].effect
+        assert "32-wide" in report[0].effect and "96 are expected" in report[0].effect
 
 
 @pytest.mark.parametrize("method", ["eagle", "EAGLE3", "draft_model"])
@@ -351,7 +350,12 @@ def test_id_beyond_the_last_layer(tmp_path):
 
 @pytest.mark.parametrize(
     ("engine", "version", "level"),
-    [("vllm", "0.32.0", "WARN"), ("vllm", "0.27.0", "WARN"), ("vllm", "0.24.0", "ERROR"), ("sglang", "0.5.23", "ERROR")],
+    [
+        ("vllm", "0.32.0", "WARN"),
+        ("vllm", "0.27.0", "WARN"),
+        ("vllm", "0.24.0", "ERROR"),
+        ("sglang", "0.5.23", "ERROR"),
+    ],
 )
 def test_positions_per_version(tmp_path, engine, version, level):  # B008
     drafter, target = factory.good(tmp_path, "llama")
@@ -490,9 +494,9 @@ def test_three_numbers_of_sglang(tmp_path, steps, topk, tokens, k, level):  # B0
 
 def test_three_numbers_left_to_sglang(tmp_path):
     drafter, target = factory.good(tmp_path, "llama")
-    findings = preflight.examine(case_of(drafter, target, "sglang", "0.5.23", k=None, flags={"dtype": "auto"}))
-    assert [(f.id, f.level) for f in findings] == [("draft-tokens", "WARN")]
-    assert "5 steps, topk 4, 8 draft tokens" in findings[0].effect
+    report = preflight.examine(case_of(drafter, target, "sglang", "0.5.23", k=None, flags={"dtype": "auto"}))
+    assert [(f.id, f.level) for f in report] == [("draft-tokens", "WARN")]
+    assert "5 steps, topk 4, 8 draft tokens" in report[0].effect
 
 
 def test_k_of_vllm(tmp_path):  # B045
@@ -506,8 +510,12 @@ def test_tensor_parallel(tmp_path):  # B044
     drafter, target = factory.good(tmp_path, "llama")
     assert found(drafter, target, tensor_parallel=4) == {}
     assert found(drafter, target, tensor_parallel=3) == {"tensor-parallel": "ERROR"}
-    assert found(drafter, target, tensor_parallel=4, flags={"draft_tensor_parallel_size": 1}) == {"tensor-parallel": "WARN"}
-    assert found(drafter, target, tensor_parallel=4, flags={"draft_tensor_parallel_size": 2}) == {"tensor-parallel": "ERROR"}
+    assert found(drafter, target, tensor_parallel=4, flags={"draft_tensor_parallel_size": 1}) == {
+        "tensor-parallel": "WARN"
+    }
+    assert found(drafter, target, tensor_parallel=4, flags={"draft_tensor_parallel_size": 2}) == {
+        "tensor-parallel": "ERROR"
+    }
 
 
 def test_chat_template_kwargs(tmp_path):  # B058
@@ -558,10 +566,10 @@ def test_unreadable_weights(tmp_path, damage):
     else:
         shard(drafter)
         (drafter / "model-00002-of-00002.safetensors").unlink()
-    findings = preflight.examine(case_of(drafter, target, "vllm", "0.32.0"))
-    assert [f.id for f in findings] == ["weights-unreadable"]
+    report = preflight.examine(case_of(drafter, target, "vllm", "0.32.0"))
+    assert [f.id for f in report] == ["weights-unreadable"]
     if damage == "pickle":
-        assert "convert it" in findings[0].message
+        assert "convert it" in report[0].message
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2"])
@@ -595,8 +603,8 @@ def test_mended_copy_passes(tmp_path, fault, engine, version):
     FAULTS[fault][0](drafter, target)
     before = {file.name: file.read_bytes() for file in drafter.iterdir()}
     case = case_of(drafter, target, engine, version)
-    findings = preflight.examine(case)
-    preflight.fix(case, findings, tmp_path / "mended")
+    report = preflight.examine(case)
+    preflight.fix(case, report, tmp_path / "mended")
     assert found(tmp_path / "mended", target, engine, version) == {}
     assert before == {file.name: file.read_bytes() for file in drafter.iterdir()}
     for name, tensor in headers.read(tmp_path / "mended").items():
@@ -670,7 +678,7 @@ def test_installed_sglang(tmp_path):
 
 def run(*arguments):
     command = [sys.executable, str(ROOT / "scripts/check_drafter.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
 
 
 def test_command_line(tmp_path):
@@ -678,8 +686,11 @@ def test_command_line(tmp_path):
     where = ("--checkpoint", drafter, "--target", target, "--engine", "vllm", "--engine-version", "0.32.0")
     good = run(*where, "--speculative-algorithm", "eagle3", "--json", tmp_path / "check.json")
     assert (good.returncode, good.stderr) == (0, "")
-    assert json.loads((tmp_path / "check.json").read_text()) == {
-        "engine": "vllm", "version": "0.32.0", "ok": True, "findings": [],
+    content = json.loads((tmp_path / "check.json").read_text())
+    assert (content["ok"], content["findings"]) == (True, [])
+    assert content["drafter"] == {
+        "kind": "eagle3", "layers": [2, 6, 9], "target_layers": 12, "draft_vocab_size": 24, "vocab_size": 96,
+        "lm_head": "own", "embeddings": "target's",
     }  # fmt: skip
     factory.edit_tensors(drafter, absolute)
     bad = run(*where, "--json", tmp_path / "check.json", "--fix", tmp_path / "mended")
@@ -704,14 +715,14 @@ def test_unusable_arguments(tmp_path, change):
 
 def test_no_torch_is_imported(tmp_path):
     code = "import sys, breakeven.preflight; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT / "scripts", timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT / "scripts", timeout=60).returncode == 0
 
 
 def test_documented_findings_are_the_registry():
-    assert (ROOT / "docs/checks.md").read_text() == preflight.checks_table()
+    assert (ROOT / "docs/checks.md").read_text() == findings.checks_table()
 
 
 def test_every_finding_is_planted_somewhere():
     text = Path(__file__).read_text()
-    untested = [id for id in preflight.CHECKS if f'"{id}"' not in text]
+    untested = [id for id in findings.CHECKS if f'"{id}"' not in text]
     assert untested == []
