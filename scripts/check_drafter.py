@@ -113,7 +113,7 @@ def _layers(text: str) -> list[int]:
 
 def _flag(text: str) -> tuple[str, object]:
     """`--speculative-eagle-topk=1` -> ("speculative_eagle_topk", 1); without a value True; JSON values are parsed."""
-    name, separator, value = text.lstrip("-").replace(" ", "=", 1).partition("=")
+    name, separator, value = text.lstrip("-").partition("=")
     if not separator:
         return name.replace("-", "_"), True
     try:

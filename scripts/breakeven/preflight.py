@@ -67,7 +67,7 @@ TARGETS = {
 
 @dataclass
 class Case:
-    """A drafter, a target and how they will be served. `load` fills what is read from disk."""
+    """A drafter, a target and how they will be served. `read_configs` and `read_weights` fill the rest."""
 
     checkpoint: Path
     target: Path
@@ -83,15 +83,15 @@ class Case:
     site: Path | None = None  # the installed engine's site-packages
     flags: dict[str, Any] = field(default_factory=dict)  # engine flags, names with underscores
 
-    def load(self) -> "Case":
-        """Read configs, headers and manifest; UserErrors for what is not there."""
+    def read_configs(self) -> None:
+        """Read configs and manifest; UserErrors for what is not there."""
         for folder in (self.checkpoint, self.target):
             if not (folder / "config.json").is_file():
                 raise UserError(f"{folder}: no config.json there; give a folder with a model")
-        self.raw_config = read_json(self.checkpoint / "config.json")
+        self.raw_config = _read_object(self.checkpoint / "config.json")
         self.speculators = "speculators_model_type" in self.raw_config
         self.config = _from_speculators(self.raw_config) if self.speculators else self.raw_config
-        whole = read_json(self.target / "config.json")
+        whole = _read_object(self.target / "config.json")
         self.target_architecture = (whole.get("architectures") or [""])[0]
         self.target_config = conventions.text_config(whole)
         self.target_dtype = _dtype(self.target_config) or _dtype(whole)
@@ -100,12 +100,19 @@ class Case:
             if not isinstance(self.target_config.get(key), int):
                 raise UserError(f"{self.target / 'config.json'}: key {key!r} is missing; it is needed here")
         manifest = self.checkpoint / "manifest.json"
-        self.manifest = (read_json(manifest).get("parameters") or {}) if manifest.is_file() else {}
-        options = self.flags.get("speculative_config")
-        if isinstance(options, dict):
-            self.algorithm = self.algorithm or options.get("method")
-            self.k = self.k if self.k is not None else options.get("num_speculative_tokens")
-        self.draft_tp = self.flags.get("draft_tensor_parallel_size", (options or {}).get("draft_tensor_parallel_size"))
+        self.manifest = (_read_object(manifest).get("parameters") or {}) if manifest.is_file() else {}
+        options = self.flags.get("speculative_config", {})
+        if not isinstance(options, dict):
+            raise UserError(f"flag speculative-config: {options!r} is not a JSON object; quote it for the shell")
+        self.algorithm = self.algorithm or options.get("method")
+        self.k = self.k if self.k is not None else options.get("num_speculative_tokens")
+        self.draft_tp = self.flags.get("draft_tensor_parallel_size", options.get("draft_tensor_parallel_size"))
+        for name in ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"):
+            if not isinstance(self.flags.get(name, 1), int):
+                raise UserError(f"flag {name}: {self.flags[name]!r} is not a whole number")
+
+    def read_weights(self) -> None:
+        """Read the headers; a UserError for weights that cannot be read."""
         self.all_tensors = headers.read(self.checkpoint)
         self.tensors = {_plain_name(name): tensor for name, tensor in self.all_tensors.items()}
         self.kind = _kind(self)
@@ -116,7 +123,6 @@ class Case:
         self.vocab = self.target_config["vocab_size"]
         head = self.tensors.get("lm_head.weight")
         self.draft_vocab = self.config.get("draft_vocab_size") or (head.shape[0] if head else self.vocab)
-        return self
 
     def at_least(self, engine: str, version: str) -> bool:
         """Whether this case is served by that engine in that version or a later one."""
@@ -137,16 +143,15 @@ def examine(case: Case, allow: list[str] = ()) -> list[Finding]:
     for id in allow:
         if id not in CHECKS:
             raise UserError(f"allow: no finding is called {id!r}; the ids stand in docs/checks.md")
+    case.read_configs()
     findings: list[Finding] = []
     try:
-        case.load()
+        case.read_weights()
     except UserError as error:
-        if "safetensors" not in str(error) and "weight_map" not in str(error) and ".index.json" not in str(error):
-            raise
-        findings.append(case.found("weights-unreadable", "ERROR", str(error), "the engine fails to load it"))
+        findings.append(case.found("weights-unreadable", "ERROR", str(error), "fails to load it"))
         return _allowed(findings, allow)
     checks = [engine_version, what_it_is]
-    if case.kind.startswith("eagle3"):
+    if case.kind.startswith("eagle3") and not _missing_keys(case):
         checks += [
             architectures, required_tensors, shapes, widths, layer_count, head, vocabulary_map, vocabularies, layers,
             norm_flags, rope, positions, dtypes, biases, embeddings, backends,
@@ -164,15 +169,24 @@ def summary(case: Case) -> dict[str, Any]:
     shared = case.engine == "sglang" and case.hidden == case.target_hidden  # SGLang's set_embed
     own_embeddings = "embed_tokens.weight" in case.tensors and not shared
     n_layers = case.target_config["num_hidden_layers"]
+    captured = conventions.captured(case.engine, case.version, case.family, case.config, n_layers)
+    if case.engine == "sglang" and (case.algorithm or "EAGLE3").upper() != "EAGLE3":
+        captured = []
     return {
         "kind": case.kind,
-        "layers": conventions.captured(case.engine, case.version, case.family, case.config, n_layers),
+        "layers": captured,
         "target_layers": n_layers,
         "draft_vocab_size": case.draft_vocab,
         "vocab_size": case.vocab,
         "lm_head": "own" if "lm_head.weight" in case.tensors else "target's",
         "embeddings": "own" if own_embeddings else "target's",
     }
+
+
+def _missing_keys(case: Case) -> list[str]:
+    """Config keys without which nothing can be compared."""
+    keys = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    return [key for key in keys if not isinstance(case.config.get(key), int)]
 
 
 def _allowed(findings: list[Finding], allow: list[str]) -> list[Finding]:
@@ -200,6 +214,14 @@ def fix(case: Case, findings: list[Finding], out: Path) -> list[str]:
 
 
 # --- reading the checkpoint ---------------------------------------------------------------------------------------
+
+
+def _read_object(file: Path) -> dict:
+    """A JSON file that holds an object."""
+    content = read_json(file)
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: holds a {type(content).__name__}, an object is needed; write the file again")
+    return content
 
 
 def _from_speculators(raw: dict) -> dict:
@@ -296,6 +318,11 @@ def what_it_is(case: Case) -> Iterator[Finding]:
         yield case.found(
             "format", "ERROR", "config.json is in the speculators format (speculators_model_type)",
             "SGLang (0.5.5 to 0.5.23) does not know the format and fails to start",
+        )  # fmt: skip
+    elif _missing_keys(case):
+        yield case.found(
+            "format", "ERROR", f"config.json has no {', '.join(_missing_keys(case))}", "fails to start",
+            "write the drafter's own sizes",
         )  # fmt: skip
     elif not case.speculators and not case.config.get("model_type"):
         yield case.found(
@@ -1040,12 +1067,20 @@ def rope(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
     target_top, target_nested = _theta(case.target_config)
     target = (target_nested if target_nested is not None else target_top) or 10000.0
-    if trained is None and (both or 10000.0) != target:
+    alike = case.mla == (case.family == "deepseek")  # plain attention under MLA rotates other dimensions anyway
+    if trained is None and (both or 10000.0) != target and alike:
         yield case.found(
             "rope-target", "WARN", f"RoPE base {both or 10000.0:g}, the target's is {target:g}", "uses the drafter's"
         )
     own, theirs = _scaling(case.config), _scaling(case.target_config)
-    if trained is None and own != theirs:
+    if own and not case.config.get("rope_scaling") and (old or (case.engine == "vllm" and case.older("0.31.0"))):
+        yield case.found(
+            "rope-spelling", "ERROR" if old else "WARN",
+            f"RoPE scaling {own['rope_type']} stands in rope_parameters only; without rope_scaling it reads as none"
+            + ("" if old else " where transformers 4 is installed"),
+            "rotates without scaling, no word", "write it as rope_scaling as well",
+        )  # fmt: skip
+    if trained is None and own != theirs and alike:
         yield case.found(
             "rope-target", "WARN", f"RoPE scaling is {own}, the target's is {theirs}", "uses the drafter's"
         )

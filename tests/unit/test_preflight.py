@@ -224,6 +224,7 @@ FAULTS = {
     "B023 padding": (lambda d, t: factory.edit_config(t, vocab_size=128), "vocabulary-size", "WARN"),
     "vocab_size": (config(vocab_size=80), "vocabulary-size", "ERROR"),
     "no model_type": (without("model_type"), "format", "ERROR"),
+    "no sizes": (without("num_attention_heads"), "format", "ERROR"),
     "unknown class": (config(architectures=["MyEagle3"]), "drafter-architecture", "ERROR"),
     "B004 no ids, no statement": (lambda d, t: factory.edit_manifest(d, layers=None), "layer-ids-unstated", "WARN"),
     "layers against manifest": (lambda d, t: factory.edit_manifest(d, layers=[3, 7, 10]), "layer-ids", "ERROR"),
@@ -378,6 +379,13 @@ def test_rope_spelled_for_transformers_5_only(tmp_path, engine, version, expecte
     drafter, target = factory.good(tmp_path, "llama")
     factory.edit_config(drafter, remove=("rope_theta",))
     assert found(drafter, target, engine, version) == expected
+
+
+def test_rope_scaling_spelled_for_transformers_5_only(tmp_path):
+    drafter, target = factory.good(tmp_path, "kimi")
+    factory.edit_config(drafter, remove=("rope_scaling",))
+    assert found(drafter, target, version="0.20.2") == {"rope-spelling": "WARN"}
+    assert found(drafter, target, version="0.32.0") == {}
 
 
 def test_unscaled_mla_drafter_loses_its_base(tmp_path):
@@ -699,12 +707,23 @@ def test_command_line(tmp_path):
     assert [f["id"] for f in content["findings"]] == ["d2t-absolute"] and not content["ok"]
     assert set(content["findings"][0]) >= {"id", "level", "message", "engine", "version", "effect", "mend"}
     assert run("--checkpoint", tmp_path / "mended", *where[2:]).returncode == 0
+    options = '--flag=speculative-config={"method": "eagle", "num_speculative_tokens": 3}'
+    assert "ERROR: algorithm" in run("--checkpoint", tmp_path / "mended", *where[2:], options).stdout
     allowed = run(*where, "--allow", "d2t-absolute")
     assert allowed.returncode == 0 and "ERROR, allowed: d2t-absolute" in allowed.stdout
 
 
 @pytest.mark.parametrize(
-    "change", [{"--engine": "tgi"}, {"--engine-version": "latest"}, {"--checkpoint": "nowhere"}, {"--allow": "nothing"}]
+    "change",
+    [
+        {"--engine": "tgi"},
+        {"--engine-version": "latest"},
+        {"--checkpoint": "nowhere"},
+        {"--allow": "nothing"},
+        {"--flag": "speculative-config=eagle"},
+        {"--flag": "speculative-num-steps=three"},
+        {"--layers": "two"},
+    ],
 )
 def test_unusable_arguments(tmp_path, change):
     drafter, target = factory.good(tmp_path, "llama")
