@@ -1,9 +1,15 @@
 """Layer conventions: what each engine and version captures, from a table read off the released sources."""
 
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
-from breakeven import conventions
+
+from breakeven import conventions, installed, preflight
 from breakeven.cli import UserError
 
+ROOT = Path(__file__).resolve().parents[2]
 N = 61  # Kimi-K2.x
 DEFAULT = [2, 30, 58]
 OUTPUT_IDS = [1, 29, 57]  # what SpecForge, ModelOpt and others write
@@ -117,3 +123,52 @@ def test_not_a_version():
 )
 def test_family(config, expected):
     assert conventions.family(config) == expected
+
+
+# --- against the source of the installed engine, where it is built ---
+
+SITES = sorted(ROOT.glob(".envs/vllm-*/lib/python3*/site-packages"))
+
+
+def source_function(file, name):
+    """One function of a source file, without importing the file's module."""
+    node = next(n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.FunctionDef) and n.name == name)
+    node.decorator_list, node.returns = [], None
+    for argument in node.args.args:
+        argument.annotation = None
+    namespace = {}
+    exec(compile(ast.Module([node], []), str(file), "exec"), namespace)  # noqa: S102 - a function of an installed package
+    return namespace[name]
+
+
+@pytest.mark.skipif(not SITES, reason="no vLLM environment is built here")
+@pytest.mark.parametrize("site", SITES, ids=lambda site: site.parents[2].name)
+def test_installed_vllm_reads_the_same_ids(site):
+    version = installed.version(site, "vllm")
+    worker = site / "vllm/v1/worker"
+    v1 = source_function(worker / "gpu_model_runner.py", "_get_eagle3_aux_layers_from_config")
+    v2 = source_function(worker / "gpu/spec_decode/eagle/eagle3_utils.py", "get_eagle3_aux_layers_from_config")
+    ids = [3, 4, 5]
+    configs = [
+        {},
+        top(ids),
+        top([]),
+        nested(ids),
+        {**top([9, 8, 7]), **nested(ids)},
+        {"eagle_config": {"layer_ids": ids}},
+    ]
+    for config in configs:
+        spec = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(**config)))
+        read = {"v1": v1(SimpleNamespace(speculative_config=spec)), "v2": v2(spec)}
+        for runner, found in read.items():
+            assert conventions.written_ids("vllm", version, config, runner) == (list(found) if found else None)
+
+
+@pytest.mark.skipif(not SITES, reason="no vLLM environment is built here")
+@pytest.mark.parametrize("site", SITES, ids=lambda site: site.parents[2].name)
+def test_installed_vllm_supports_what_the_table_says(site):
+    assert all(installed.captures(site, "vllm", name) for name in preflight.TARGETS["vllm"])
+    assert not installed.captures(site, "vllm", "MambaForCausalLM")
+    version = conventions.parse_version(installed.version(site, "vllm"))
+    for name, first in preflight.DRAFTERS["vllm"].items():
+        assert installed.knows(site, "vllm", name) == (version >= conventions.parse_version(first))
