@@ -8,6 +8,7 @@ from pathlib import Path
 import factory
 import numpy as np
 import pytest
+
 from breakeven import findings, headers, installed, preflight
 from breakeven.cli import UserError
 
@@ -226,6 +227,9 @@ FAULTS = {
     "no model_type": (without("model_type"), "format", "ERROR"),
     "no sizes": (without("num_attention_heads"), "format", "ERROR"),
     "unknown class": (config(architectures=["MyEagle3"]), "drafter-architecture", "ERROR"),
+    "vLLM's class name": (
+        config(architectures=["Eagle3LlamaForCausalLM"]), "drafter-architecture", {"vllm": None, "sglang": "ERROR"},
+    ),
     "B004 no ids, no statement": (lambda d, t: factory.edit_manifest(d, layers=None), "layer-ids-unstated", "WARN"),
     "layers against manifest": (lambda d, t: factory.edit_manifest(d, layers=[3, 7, 10]), "layer-ids", "ERROR"),
     "order": (lambda d, t: factory.edit_manifest(d, layers=[9, 6, 2]), "layer-order", "ERROR"),
@@ -600,7 +604,7 @@ def test_finite_scan_sees_one_value(tmp_path, monkeypatch, dtype, at):
 MENDABLE = [
     "B020 no d2t", "B021 absolute d2t", "absolute d2t, no t2d", "d2t zero", "layers of the target",
     "layers against manifest", "B032 theta against manifest", "B032 spellings disagree", "B008 positions", "tied head",
-    "no draft_vocab_size", "use_aux_hidden_state", "B028 random embeddings",
+    "vLLM's class name", "no draft_vocab_size", "use_aux_hidden_state", "B028 random embeddings",
 ]  # fmt: skip
 
 
