@@ -13,12 +13,14 @@ import json
 import subprocess
 from pathlib import Path
 
-from breakeven import artefacts, benchmark, chat, cli, engines, prompts, servers, tables, target
+from breakeven import artefacts, benchmark, chat, cli, conversations, engines, servers, tables, target
 
 
 def main() -> None:
     parser = cli.parser(__doc__)
-    parser.add_argument("--arm", required=True, type=json.loads, help="name, engine, drafter, k, method, options as JSON")
+    parser.add_argument(
+        "--arm", required=True, type=json.loads, help="name, engine, drafter, k, method, options as JSON"
+    )
     parser.add_argument("--pass", dest="number", required=True, type=int, help="number of this pass, from 1")
     parser.add_argument("--checkpoint", type=Path, help="drafter checkpoint, for arms with a drafter")
     parser.add_argument("--engine-settings", default={}, type=json.loads, help="flags, environment, startup_timeout")
@@ -41,7 +43,7 @@ def main() -> None:
     manifest = target.read_manifest(args.target)
     kwargs = manifest["parameters"]["chat_template_kwargs"]
     tokenizer = chat.load_tokenizer(args.target)
-    asked = prompts.read_benchmark_prompts(args.prompts)
+    asked = conversations.read_benchmark_prompts(args.prompts)
     for prompt in asked:
         prompt["token_ids"] = chat.render(tokenizer, prompt["messages"], kwargs)
     warm_up = chat.render(tokenizer, benchmark.WARM_UP, kwargs)

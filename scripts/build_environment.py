@@ -23,15 +23,21 @@ PYTHON_VERSION = (3, 11)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lock", required=True, type=Path, help="requirements with hashes, as uv pip compile writes them")
-    parser.add_argument("--out", required=True, type=Path, help="ready file to write; its folder becomes the environment")
+    parser.add_argument(
+        "--lock", required=True, type=Path, help="requirements with hashes, as uv pip compile writes them"
+    )
+    parser.add_argument(
+        "--out", required=True, type=Path, help="ready file to write; its folder becomes the environment"
+    )
     args = parser.parse_args()
     if not args.lock.is_file():
         return fail(f"{args.lock}: no such lock file")
     digest = hashlib.sha256(args.lock.read_bytes()).hexdigest()
     folder = args.out.parent
     if Path(sys.prefix).resolve() == folder.resolve():
-        return fail(f"{args.lock} has changed and this is the environment it belongs to; run `make environment` outside it")
+        return fail(
+            f"{args.lock} has changed and this is the environment it belongs to; run `make environment` outside it"
+        )
     args.out.unlink(missing_ok=True)
     python = find_python()
     if python is None:
@@ -46,7 +52,11 @@ def main() -> int:
             return fail("this Python cannot make virtual environments; on Debian: apt-get install python3-venv")
         if done.returncode and "torch" in done.stdout + done.stderr and "+cpu" in args.lock.read_text():
             print(f"trying again with PyTorch's own index of CPU builds, {TORCH_CPU_INDEX}", flush=True)
-            extra = {"UV_INDEX": TORCH_CPU_INDEX, "UV_INDEX_STRATEGY": "unsafe-best-match", "PIP_EXTRA_INDEX_URL": TORCH_CPU_INDEX}
+            extra = {
+                "UV_INDEX": TORCH_CPU_INDEX,
+                "UV_INDEX_STRATEGY": "unsafe-best-match",
+                "PIP_EXTRA_INDEX_URL": TORCH_CPU_INDEX,
+            }
             done = subprocess.run(command, env=environment | extra)
         if done.returncode:
             return fail(f"building {folder} from {args.lock} failed; the lines above say why")
@@ -83,7 +93,15 @@ def with_uv(uv: list[str], python: str, folder: Path, lock: Path) -> list[tuple[
 
 
 def with_pip(python: str, folder: Path, lock: Path) -> list[tuple[list[str], dict[str, str]]]:
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    pip = [
+        str(folder / "bin" / "python"),
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "--quiet",
+        "--no-deps",
+    ]
     make = [python, "-m", "venv", "--clear", str(folder)]
     return [(make, dict(os.environ)), ([*pip, "--require-hashes", "-r", str(lock)], dict(os.environ))]
 

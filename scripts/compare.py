@@ -28,9 +28,7 @@ def main() -> None:
     for item in args.offline:
         name, separator, path = item.partition("=")
         if not (name and separator and path):
-            raise cli.UserError(
-                f"--offline {item}: write NAME=FILE, NAME an arm or a drafter"
-            )
+            raise cli.UserError(f"--offline {item}: write NAME=FILE, NAME an arm or a drafter")
         offline[name] = Path(path)
     result = comparison.run(args.benchmarks, args.arms, offline, args.out, args.acceptance, args.requests)
     for row in result.summary:

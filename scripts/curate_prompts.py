@@ -15,7 +15,7 @@ is written beside it, with in = kept + rejected by reason and by source.
 from importlib.metadata import version
 from pathlib import Path
 
-from breakeven import artefacts, cli, prompts, sources, tables
+from breakeven import artefacts, chat, cli, conversations, prompts, sources, tables
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     add = parser.add_argument
     add("--target", type=Path, required=True, help="folder of the target: its tokenizer and chat template count tokens")
     add("--sources", required=True, help="JSON list of sources, or the file that holds it")
-    add("--benchmark-prompts", type=Path, action="append", default=[], help="JSONL; no prompt may overlap these")
+    add("--benchmark-prompts", type=Path, nargs="*", default=[], help="JSONL; no prompt may overlap these")
     add("--seed", type=int, default=0, help="of the order and of the held-out choice")
     add("--languages", nargs="+", default=["en"], help="ISO 639-1 codes, or: any")
     add("--min-tokens", type=int, default=1, help="of the rendered prompt")
@@ -44,9 +44,9 @@ def main() -> None:
     }
     listed = sources.read_sources(args.sources)
     prompts.check_filters(**filters)
-    tokenizer = prompts.load_tokenizer(args.target)
+    tokenizer = chat.load_tokenizer(args.target)
     target = artefacts.read_manifest(args.target / "manifest.json", "target")
-    benchmark_prompts = [row for path in args.benchmark_prompts for row in prompts.read_benchmark_prompts(path)]
+    benchmark_prompts = [row for path in args.benchmark_prompts for row in conversations.read_benchmark_prompts(path)]
     opened = sources.open_sources(listed, args.cache)
 
     pool, rejected, counts = prompts.curate(

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from breakeven import artefacts, cli, hidden_states, tables, target
+from breakeven import artefacts, cli, hidden_states, selection, tables, target
 from breakeven.conventions import default_layers
 
 
@@ -20,11 +20,15 @@ def main() -> None:
     parser = cli.parser(__doc__)
     parser.add_argument("--target", required=True, type=Path, help="the target's folder")
     parser.add_argument("--responses", required=True, type=Path, help="one shard of responses")
-    parser.add_argument("--layers", default="default", help="'default' (inputs of layers 2, N//2, N-3) or ids like 2,15,27")
+    parser.add_argument(
+        "--layers", default="default", help="'default' (inputs of layers 2, N//2, N-3) or ids like 2,15,27"
+    )
     parser.add_argument("--batch-tokens", type=int, default=4096, help="padded tokens in one forward pass")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
-    parser.add_argument("--canary", type=float, default=0.95, help="least share of greedy response tokens to be found again")
+    parser.add_argument(
+        "--canary", type=float, default=0.95, help="least share of greedy response tokens to be found again"
+    )
     parser.add_argument("--out", required=True, type=Path, help="safetensors file to write")
     args = parser.parse_args()
     if args.threads:
@@ -36,8 +40,8 @@ def main() -> None:
     prompt_ids = responses["prompt_token_ids"].to_pylist()
     response_ids = responses["response_token_ids"].to_pylist()
     total = sum(map(len, prompt_ids)) + sum(map(len, response_ids))
-    needed = total * hidden_states.bytes_per_token(config["hidden_size"], len(layers))
-    hidden_states.check_space(args.out.parent, needed, f"the hidden states of {total} tokens")
+    needed = total * selection.bytes_per_token(config["hidden_size"], len(layers))
+    selection.check_space(args.out.parent, needed, f"the hidden states of {total} tokens")
 
     model = target.load_model(args.target, args.device)
     capture = hidden_states.Capture(model, layers)

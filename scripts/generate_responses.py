@@ -20,7 +20,9 @@ def main() -> None:
     parser.add_argument("--start", required=True, type=int, help="first rank of this shard")
     parser.add_argument("--count", required=True, type=int, help="prompts in this shard")
     parser.add_argument("--engine", default="vllm", help="engine to generate with")
-    parser.add_argument("--sampling", required=True, type=json.loads, help="max_tokens, temperature, top_p, seed as JSON")
+    parser.add_argument(
+        "--sampling", required=True, type=json.loads, help="max_tokens, temperature, top_p, seed as JSON"
+    )
     parser.add_argument("--samples-per-prompt", type=int, default=1, help="responses for each prompt")
     parser.add_argument("--settings", default={}, type=json.loads, help="engine arguments as JSON")
     parser.add_argument("--environment", default={}, type=json.loads, help="environment variables as JSON")
@@ -28,7 +30,9 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path, help="Parquet file to write")
     args = parser.parse_args()
     if args.samples_per_prompt > 1 and args.sampling["temperature"] == 0:
-        raise cli.UserError("responses.samples_per_prompt: greedy samples are all the same; set responses.temperature > 0")
+        raise cli.UserError(
+            "responses.samples_per_prompt: greedy samples are all the same; set responses.temperature > 0"
+        )
 
     engine = engines.engine(args.engine)
     os.environ.update(engine.environment(args.hardware) | args.environment)
@@ -51,7 +55,9 @@ def main() -> None:
     if missing:
         parameters = []
         for i, sample in (requests[n] for n in missing):
-            own = {"seed": responses.seed_of(seed, shard[i]["prompt_id"], sample)} if sampling["temperature"] > 0 else {}
+            own = (
+                {"seed": responses.seed_of(seed, shard[i]["prompt_id"], sample)} if sampling["temperature"] > 0 else {}
+            )
             parameters.append(sampling | own)
         finished = engine.generate(
             str(args.target), [prompt_ids[requests[n][0]] for n in missing], parameters, args.settings

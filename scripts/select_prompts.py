@@ -1,35 +1,66 @@
-"""Select prompts: check that the pool holds the N prompts asked for, and say how many of them are held out.
+"""Check, before any long job, that the pool holds the prompts asked for and that their hidden states fit on the disk.
 
-    python scripts/select_prompts.py --pool results/prompts/pool.parquet --size 320 --out results/prompts/selection.json
+    select_prompts.py --pool results/prompts/pool.parquet --target results/target --size 320 --max-tokens 160 \\
+        --hidden-states results/hidden_states --out results/prompts/selection.json
 
-The selection is rank < N of the pool; this writes no prompts, only what a shard job needs to know about the size.
+The selection is rank < N of the pool; this writes no prompts, only the counts.
 """
 
 from pathlib import Path
 
-from breakeven import artefacts, cli, prompts, tables
+from breakeven import artefacts, cli, selection, tables, target
+from breakeven.conventions import default_layers
 
 
 def main() -> None:
     parser = cli.parser(__doc__)
     add = parser.add_argument
     add("--pool", type=Path, required=True, help="pool.parquet, its manifest beside it")
+    add("--target", type=Path, required=True, help="the target's folder; its width decides the size of hidden states")
     add("--size", type=int, required=True, help="number of prompts, the first ranks of the pool")
-    add("--samples-per-prompt", type=int, default=1, help="responses to each prompt; only for the advice in an error")
+    add("--samples-per-prompt", type=int, default=1, help="responses to each prompt")
+    add("--max-tokens", type=int, required=True, help="longest response")
+    add(
+        "--layers",
+        default="default",
+        help="layers whose hidden states are kept, as extract_hidden_states.py takes them",
+    )
+    add("--hidden-states", type=Path, required=True, help="folder that the hidden states will go to")
     add("--out", type=Path, required=True, help="the selection, JSON in the form of a manifest")
     args = parser.parse_args()
 
     manifest = artefacts.manifest_path(args.pool)
     artefacts.read_manifest(manifest, "prompts")
-    held_out = artefacts.read_table(args.pool, tables.PROMPTS)["held_out"].to_pylist()
-    prompts.check_size(len(held_out), args.size, args.samples_per_prompt)
-    chosen = held_out[: args.size]
+    pool = artefacts.read_table(args.pool, tables.PROMPTS)
+    selection.check_size(pool.num_rows, args.size, args.samples_per_prompt)
+    chosen = pool.slice(0, args.size)
+    held_out, prompt_tokens = sum(chosen["held_out"].to_pylist()), sum(chosen["n_tokens"].to_pylist())
+
+    config = target.text_config(args.target)
+    n_layers = len(default_layers(config["num_hidden_layers"]) if args.layers == "default" else args.layers.split(","))
+    per_token = selection.bytes_per_token(config["hidden_size"], n_layers)
+    responses = args.size * args.samples_per_prompt
+    most = selection.most_hidden_state_bytes(
+        prompt_tokens, responses, args.max_tokens, args.samples_per_prompt, per_token
+    )
+    there = sum(p.stat().st_size for p in args.hidden_states.glob("*.safetensors"))
+    selection.check_space(args.hidden_states, most - there, f"the hidden states of {responses} responses")
+    cli.logger.info(
+        "%d prompts; hidden states take at most %.2f GB, %d bytes a token", args.size, most / 1e9, per_token
+    )
     artefacts.write_manifest(
         args.out,
         "selection",
-        parameters={"size": args.size},
+        parameters={"size": args.size, "samples_per_prompt": args.samples_per_prompt, "max_tokens": args.max_tokens},
         inputs={"pool": manifest},
-        counts={"size": args.size, "held_out": sum(chosen), "training": args.size - sum(chosen), "pool": len(held_out)},
+        counts={
+            "size": args.size,
+            "held_out": held_out,
+            "training": args.size - held_out,
+            "pool": pool.num_rows,
+            "hidden_state_bytes_at_most": most,
+            "hidden_state_bytes_per_token": per_token,
+        },
     )
 
 

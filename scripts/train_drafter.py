@@ -25,10 +25,16 @@ from breakeven.vocabulary import target_ids
 def main() -> None:
     parser = cli.parser(__doc__)
     parser.add_argument("--target", required=True, type=Path, help="the target's folder")
-    parser.add_argument("--vocabulary", required=True, type=Path, help="d2t and t2d, as build_vocabulary.py writes them")
+    parser.add_argument(
+        "--vocabulary", required=True, type=Path, help="d2t and t2d, as build_vocabulary.py writes them"
+    )
     parser.add_argument("--hidden-states", required=True, nargs="+", type=Path, help="hidden-state shards")
-    parser.add_argument("--settings", default={}, type=json.loads, help="training settings as JSON, see training.Settings")
-    parser.add_argument("--initialise-from", default="target", help="target, scratch, or the folder of a drafter checkpoint")
+    parser.add_argument(
+        "--settings", default={}, type=json.loads, help="training settings as JSON, see training.Settings"
+    )
+    parser.add_argument(
+        "--initialise-from", default="target", help="target, scratch, or the folder of a drafter checkpoint"
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
     parser.add_argument("--save-every", type=float, default=60, help="seconds between states to resume from")

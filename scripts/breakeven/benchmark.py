@@ -94,14 +94,18 @@ def check_template(client: Client, messages: list[dict[str, str]], ours: list[in
     """The server's chat template must make the same token ids that data generation and training used."""
     theirs = client.engine.template_tokens(client.session, client.url, client.model, messages, kwargs)
     if theirs != ours:
-        at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+        at = next(
+            (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+        )
         raise UserError(
             f"the server renders a conversation to {len(theirs)} tokens, this workflow to {len(ours)}, first difference at"
             f" token {at}; serve with the chat template in the target's folder and the same chat_template_kwargs"
         )
 
 
-def measure(client: Client, protocol: Protocol, prompts: list[dict[str, Any]], k: int) -> tuple[list[dict[str, Any]], dict]:
+def measure(
+    client: Client, protocol: Protocol, prompts: list[dict[str, Any]], k: int
+) -> tuple[list[dict[str, Any]], dict]:
     """Measure each prompt once, single stream.
 
     prompts: dicts with prompt_id and token_ids. Returns the rows (tables.BENCHMARK, less arm and pass) and a summary
@@ -196,7 +200,10 @@ def sanity(client: Client, rows: list[dict[str, Any]]) -> dict[str, dict[str, An
         problem = degenerate(row["output_token_ids"])
         if score is not None and score < LEAST_MEAN_LOG_PROBABILITY:
             problem = f"improbable text: mean log-probability {score:.1f}"
-        found[row["prompt_id"]] = {"mean_log_probability": None if score is None else round(score, 3), "problem": problem}
+        found[row["prompt_id"]] = {
+            "mean_log_probability": None if score is None else round(score, 3),
+            "problem": problem,
+        }
         if problem:
             logger.warning("prompt %s: %s", row["prompt_id"], problem)
     return found

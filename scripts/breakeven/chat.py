@@ -1,4 +1,4 @@
-"""Rendering a conversation to token ids: one place, so that curation, generation, training and serving agree."""
+"""Rendering a conversation: one place, so that curation, generation, training and serving agree."""
 
 from pathlib import Path
 from typing import Any
@@ -6,22 +6,32 @@ from typing import Any
 from breakeven.cli import UserError
 
 
-def load_tokenizer(folder: Path | str):
-    """The target's tokenizer (transformers); a folder without one is a UserError."""
+def load_tokenizer(target: Path | str):
+    """The tokenizer of a target folder (transformers); UserError without one, or without a chat template."""
     from transformers import AutoTokenizer
 
+    target = Path(target)
+    if not any(target.glob("tokenizer*")) and not any(target.glob("vocab*")):
+        raise UserError(f"{target}: this folder has no tokenizer (tokenizer.json); give the folder of the whole target")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: no tokenizer can be loaded ({str(error).splitlines()[0]})") from None
-    if tokenizer.chat_template is None:
-        raise UserError(f"{folder}: the tokenizer has no chat template; set target.chat_template to a Jinja file")
+        tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
+    except Exception as error:  # a broken tokenizer file raises whatever its reader raises
+        raise UserError(f"{target}: its tokenizer cannot be read ({str(error).splitlines()[0][:300]})") from None
+    if not tokenizer.chat_template:
+        raise UserError(f"{target}: its tokenizer has no chat template; set target.chat_template to a Jinja file")
     return tokenizer
 
 
-def render(tokenizer, messages: list[dict[str, str]], chat_template_kwargs: dict[str, Any]) -> list[int]:
-    """Token ids [n] of a conversation with the generation prompt at its end."""
-    encoded = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=True, **chat_template_kwargs
-    )
-    return list(encoded["input_ids"])
+def render_text(tokenizer, messages: list[dict[str, str]], kwargs: dict[str, Any]) -> str:
+    """The prompt as text, generation prompt included; ValueError where the chat template refuses the messages."""
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses it: {error}") from None
+
+
+def render(tokenizer, messages: list[dict[str, str]], kwargs: dict[str, Any]) -> list[int]:
+    """The prompt as token ids [n]; the template writes every special token itself."""
+    return tokenizer(render_text(tokenizer, messages, kwargs), add_special_tokens=False)["input_ids"]

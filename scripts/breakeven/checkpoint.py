@@ -44,13 +44,16 @@ def engine_config(drafter: DrafterConfig, target_config: dict[str, Any]) -> dict
         "bos_token_id": target_config.get("bos_token_id"),
         "eos_token_id": target_config.get("eos_token_id"),
     }
-    return config | export_ids(
-        drafter.layers, family(target_config), target_config["num_hidden_layers"]
-    )
+    return config | export_ids(drafter.layers, family(target_config), target_config["num_hidden_layers"])
 
 
 def save(
-    folder: Path, drafter: Drafter, d2t: np.ndarray, t2d: np.ndarray, target_config: dict[str, Any], dtype=torch.bfloat16
+    folder: Path,
+    drafter: Drafter,
+    d2t: np.ndarray,
+    t2d: np.ndarray,
+    target_config: dict[str, Any],
+    dtype=torch.bfloat16,
 ) -> None:
     """Write config.json and model.safetensors into `folder`, which must exist.
 
@@ -79,7 +82,9 @@ def read_config(folder: Path, target_folder: Path) -> DrafterConfig:
             " (arms of the benchmark can still serve it)"
         )
     target_config = target.text_config(target_folder)
-    shape = DrafterConfig.from_target(target_config | config, config.get("draft_vocab_size") or config["vocab_size"], [])
+    shape = DrafterConfig.from_target(
+        target_config | config, config.get("draft_vocab_size") or config["vocab_size"], []
+    )
     shape.layers = layers(folder, config, target_config["num_hidden_layers"])
     return shape
 
@@ -124,4 +129,3 @@ def load(folder: Path, target_folder: Path, device: str) -> tuple[Drafter, Tenso
     if ids.min() < 0 or ids.max() >= shape.vocab_size:
         raise UserError(f"{folder}: d2t points outside the vocabulary of {shape.vocab_size}; it must hold offsets")
     return drafter.to(device).eval().requires_grad_(False), ids.to(device)
-

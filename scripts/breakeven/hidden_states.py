@@ -12,7 +12,6 @@ A shard is one safetensors file: S sequences, packed one behind the other into T
 """
 
 import itertools
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,22 +23,6 @@ from breakeven import artefacts
 from breakeven.cli import Progress, UserError
 
 CODEC = "bfloat16"
-
-
-def bytes_per_token(hidden_size: int, n_layers: int) -> int:
-    """Storage of one position: n_layers features and the last hidden state in bf16, plus ids and mask."""
-    return (n_layers + 1) * hidden_size * 2 + 4 + 1 + 4
-
-
-def check_space(folder: Path, needed: int, what: str) -> None:
-    """Raise a UserError where `needed` bytes do not fit on the file system of `folder`."""
-    existing = next(p for p in [folder, *folder.absolute().parents] if p.exists())
-    free = shutil.disk_usage(existing).free
-    if needed > free:
-        raise UserError(
-            f"{folder}: {what} would take {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free;"
-            " free some space, ask for fewer prompts (prompts.size) or shorter responses (responses.max_tokens)"
-        )
 
 
 @dataclass
@@ -112,7 +95,9 @@ def extract(capture: Capture, prompts: list[list[int]], responses: list[list[int
     """
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         if not prompt or not response:
-            raise UserError(f"sequence {i} has {len(prompt)} prompt and {len(response)} response tokens; both are needed")
+            raise UserError(
+                f"sequence {i} has {len(prompt)} prompt and {len(response)} response tokens; both are needed"
+            )
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
     starts = [0, *itertools.accumulate(lengths)]
     total, hidden_size = starts[-1], capture.model.config.get_text_config().hidden_size
@@ -161,7 +146,9 @@ class Sequences:
             manifest = artefacts.read_manifest(artefacts.manifest_path(path), "hidden_states")
             layers = manifest["parameters"]["layers"]
             if self.layers and layers != self.layers:
-                raise UserError(f"{path}: holds layers {layers}, the shards before it {self.layers}; extract them again")
+                raise UserError(
+                    f"{path}: holds layers {layers}, the shards before it {self.layers}; extract them again"
+                )
             self.layers = layers
             file = safe_open(path, "pt")
             self.files.append({name: file.get_slice(name) for name in file.keys()})  # noqa: SIM118

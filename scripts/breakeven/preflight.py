@@ -1107,9 +1107,12 @@ def positions(case: Case) -> Iterator[Finding]:
     longest = case.longest_request
     if longest:
         text += f", the longest request {longest}"
-    mend = lambda config, _: (config.get("transformer_layer_config") or config).update(
-        max_position_embeddings=max(need, case.target_config.get("max_position_embeddings") or 0)
-    )
+
+    def mend(config, _):
+        return (config.get("transformer_layer_config") or config).update(
+            max_position_embeddings=max(need, case.target_config.get("max_position_embeddings") or 0)
+        )
+
     if case.engine == "sglang":
         yield case.found(
             "positions", "ERROR", text,

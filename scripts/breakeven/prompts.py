@@ -21,33 +21,26 @@ the N-prompt set is rank < N.
 
 import functools
 import hashlib
-import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from breakeven.chat import render_text
 from breakeven.cli import Progress, UserError
+from breakeven.conversations import Message, walk
 from breakeven.sources import Source
 
-ROLES = {
-    **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot", "ai", "claude"), "assistant"),
-    "system": "system",
-}
 CHARACTERS_PER_TOKEN = 6  # prose has about 4.5; a prompt with more for each token of the limit is too long for sure
 PERMUTATIONS = 64
 SHINGLE = 5  # words
 RUN = 13  # words in a row that count as an overlap with a benchmark prompt
 LANGUAGE_CHARACTERS = 400  # enough for the identifier
 LANGUAGE_RATIO = 0.1
-
-Message = tuple[str, str]  # role, content
 
 
 @dataclass(slots=True)
@@ -107,40 +100,6 @@ class Rejected:
 def printable(text: str) -> str:
     """Text that any UTF-8 file can hold: lone surrogates are escaped."""
     return text.encode("utf-8", errors="backslashreplace").decode()
-
-
-def walk(turns: Iterable[Any]) -> tuple[list[Message], tuple[str, str] | None]:
-    """The good turns from the start, and (reason, detail) of the first bad one, None if all are good.
-
-    A turn is {"role" or "from": a label, "content" or "value": a text}. Roles go by their label, never by position.
-    """
-    messages: list[Message] = []
-    for number, turn in enumerate(turns):
-        if not isinstance(turn, dict):
-            return messages, ("malformed-record", f"turn {number} is a {type(turn).__name__}, not an object")
-        label = turn.get("role") or turn.get("from")
-        content = turn.get("content") if turn.get("content") is not None else turn.get("value")
-        if not isinstance(label, str) or not isinstance(content, str):
-            missing = "role" if not isinstance(label, str) else "content"
-            return messages, ("malformed-record", f"turn {number} has no text as its {missing}")
-        role = ROLES.get(label.strip().lower())
-        if role is None:
-            return messages, ("unknown-role", f"turn {number} is by {label[:40]!r}")
-        if "\0" in content:
-            return messages, ("nul-byte", f"turn {number}")
-        if not content.strip():
-            return messages, ("empty-turn", f"turn {number} ({role})")
-        try:
-            content.isascii() or content.encode()
-        except UnicodeEncodeError:
-            return messages, ("invalid-unicode", f"turn {number}")
-        before = messages[-1][0] if messages else "start"
-        if role == before or (role == "assistant" and before != "user") or (role == "system" and before != "start"):
-            return messages, ("roles-not-alternating", f"turn {number}: {role} after {before}")
-        messages.append((role, content))
-    if not any(role == "user" for role, _ in messages):
-        return messages, ("malformed-record", "it has no user turn")
-    return messages, None
 
 
 def normalize(text: str) -> str:
@@ -375,7 +334,7 @@ def _filter_tokens(prompts: list[Prompt], tokenizer, kwargs, min_tokens, max_tok
             batch, texts = [], []
             for prompt in prompts[start : start + 1024]:
                 try:
-                    texts.append(render(tokenizer, prompt.messages(), kwargs))
+                    texts.append(render_text(tokenizer, prompt.messages(), kwargs))
                     batch.append(prompt)
                 except ValueError as error:
                     drop(prompt, "chat-template", str(error)[:200])
@@ -390,32 +349,6 @@ def _filter_tokens(prompts: list[Prompt], tokenizer, kwargs, min_tokens, max_tok
                     kept.append(prompt)
             progress.add(len(prompts[start : start + 1024]))
     return kept
-
-
-def render(tokenizer, messages: list[dict[str, str]], kwargs: dict[str, Any]) -> str:
-    """The prompt as text, generation prompt included; ValueError where the chat template refuses the messages."""
-    from jinja2 import TemplateError
-
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
-    except TemplateError as error:
-        raise ValueError(f"the chat template refuses it: {error}") from None
-
-
-def load_tokenizer(target: Path | str):
-    """The tokenizer of a target folder; UserError without one, or without a chat template."""
-    from transformers import AutoTokenizer
-
-    target = Path(target)
-    if not any(target.glob("tokenizer*")) and not any(target.glob("vocab*")):
-        raise UserError(f"{target}: this folder has no tokenizer (tokenizer.json); give the folder of the whole target")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
-    except Exception as error:  # a broken tokenizer file raises whatever its reader raises
-        raise UserError(f"{target}: its tokenizer cannot be read ({str(error).splitlines()[0][:300]})") from None
-    if not tokenizer.chat_template:
-        raise UserError(f"{target}: its tokenizer has no chat template (chat_template.jinja); add the target's own")
-    return tokenizer
 
 
 # Rank
@@ -623,64 +556,3 @@ def _deduplicate(prompts: list[Prompt], benchmark_prompts: list[dict], threshold
                 kept.append(prompt)
             progress.add(1)
     return kept
-
-
-# Benchmark prompts and sizes
-
-
-def read_benchmark_prompts(path: Path | str) -> list[dict]:
-    """Read JSONL rows {"prompt_id": ..., "messages": [{"role": ..., "content": ...}, ...]}; each ends in a user turn.
-
-    UserError, with file and row, for anything else.
-    """
-    path = Path(path)
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text ({error})") from None
-    prompts: list[dict] = []
-    first: dict[str, int] = {}
-    for number, line in enumerate(lines, 1):
-        where = f"{path}, row {number}"
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: not valid JSON ({error})") from None
-        prompt_id = row.get("prompt_id") if isinstance(row, dict) else None
-        if not isinstance(prompt_id, str) or not prompt_id.strip():
-            raise UserError(f"{where}: the key prompt_id (a text) is missing")
-        if prompt_id in first:
-            raise UserError(f"{where}: prompt_id {prompt_id!r} was used in row {first[prompt_id]} already")
-        if not isinstance(row.get("messages"), list) or not row["messages"]:
-            raise UserError(f"{where}: the key messages (a list of turns) is missing or empty")
-        messages, fault = walk(row["messages"])
-        if fault:
-            raise UserError(f"{where}: {fault[0]}: {fault[1]}; mend the row or take it out")
-        if messages[-1][0] != "user":
-            raise UserError(
-                f"{where}: it ends with an {messages[-1][0]} turn, but a prompt has to end with a user turn"
-            )
-        first[prompt_id] = number
-        prompts.append(
-            {"prompt_id": prompt_id, "messages": [{"role": role, "content": text} for role, text in messages]}
-        )
-    if not prompts:
-        raise UserError(f"{path}: it holds no prompt")
-    return prompts
-
-
-def check_size(available: int, asked: int, samples_per_prompt: int = 1) -> None:
-    """UserError if the pool has fewer prompts than asked for; it says how many there are and what would give more."""
-    if asked < 1:
-        raise UserError(f"size {asked}: at least one prompt is needed")
-    if asked > available:
-        samples = -(-asked * samples_per_prompt // max(available, 1))
-        raise UserError(
-            f"{asked} prompts are asked for, but the pool holds {available}: ask for at most {available}, with"
-            f" samples_per_prompt {samples} in place of {samples_per_prompt} for as many responses, or add sources or"
-            " loosen the filters (languages, min and max tokens, near-duplicate threshold) and curate again"
-        )

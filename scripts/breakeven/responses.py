@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from breakeven import prompts
+from breakeven import selection
 from breakeven.cli import Progress, UserError, logger
 
 END_OF_REASONING = ("</think>", "[/THINK]", "<|end_think|>", "◁/think▷")
@@ -14,7 +14,7 @@ END_OF_REASONING = ("</think>", "[/THINK]", "<|end_think|>", "◁/think▷")
 
 def shard_of(pool, start: int, size: int, samples_per_prompt: int) -> list[dict[str, Any]]:
     """Prompts of ranks start ... start + size - 1, as dicts; a pool that is too small is a UserError."""
-    prompts.check_size(pool.num_rows, start + size, samples_per_prompt)
+    selection.check_size(pool.num_rows, start + size, samples_per_prompt)
     return pool.slice(start, size).to_pylist()
 
 
@@ -80,4 +80,3 @@ def collect(finished: Iterable[tuple[int, list[int], str]], missing: list[int], 
             progress.add(1, f"{tokens_done} tokens")
         seconds = progress.elapsed()
     logger.info("%d response tokens in %.1f s: %.0f tok/s", tokens_done, seconds, tokens_done / seconds)
-

@@ -37,7 +37,13 @@ def log_tail(path: Path, lines: int = 25) -> str:
 
 @contextlib.contextmanager
 def serve(
-    command: list[str], environment: dict[str, str], log: Path, url: str, model: str, timeout_s: float, poll_s: float = 0.2
+    command: list[str],
+    environment: dict[str, str],
+    log: Path,
+    url: str,
+    model: str,
+    timeout_s: float,
+    poll_s: float = 0.2,
 ) -> Iterator[float]:
     """Run a server for the length of a `with` block; yields the seconds it took to become ready.
 
@@ -66,7 +72,9 @@ def serve(
         logger.info("server ready after %.1f s", seconds)
         yield seconds
         if process.poll() is not None:
-            raise UserError(f"the server exited with {process.returncode} while it was in use; its log ends:\n{log_tail(log)}")
+            raise UserError(
+                f"the server exited with {process.returncode} while it was in use; its log ends:\n{log_tail(log)}"
+            )
     except requests.ConnectionError as error:
         _settle(process)
         raise UserError(
@@ -85,7 +93,9 @@ def _wait(process: subprocess.Popen, log: Path, url: str, model: str, timeout_s:
     deadline = time.monotonic() + timeout_s
     while True:
         if process.poll() is not None:
-            raise UserError(f"the server exited with {process.returncode} before it was ready; its log ends:\n{log_tail(log)}")
+            raise UserError(
+                f"the server exited with {process.returncode} before it was ready; its log ends:\n{log_tail(log)}"
+            )
         with contextlib.suppress(requests.RequestException):
             if requests.get(f"{url}/health", timeout=5).status_code == 200:
                 break

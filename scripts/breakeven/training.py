@@ -154,7 +154,9 @@ def learning_rate(settings: Settings, step: int, total: int) -> float:
 
 
 @torch.no_grad()
-def validate(drafter: Drafter, head: TargetHead, sequences: Sequences, settings: Settings, device: str) -> dict[str, Any]:
+def validate(
+    drafter: Drafter, head: TargetHead, sequences: Sequences, settings: Settings, device: str
+) -> dict[str, Any]:
     """Loss and per-step accuracy on the held-out sequences."""
     held_out = [i for i, flag in enumerate(sequences.held_out) if flag]
     lengths = [sequences.length(i) for i in range(len(sequences))]

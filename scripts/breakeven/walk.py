@@ -79,7 +79,13 @@ def counts(steps: list[int], k: int) -> tuple[int, np.ndarray]:
 
 
 def evaluate(
-    drafter: Drafter, ids: Tensor, sequences: Sequences | InMemory, chosen: list[int], k: int, device: str, progress=None
+    drafter: Drafter,
+    ids: Tensor,
+    sequences: Sequences | InMemory,
+    chosen: list[int],
+    k: int,
+    device: str,
+    progress=None,
 ) -> list[Matches]:
     """Matches of the chosen sequences, with up to k draft tokens a row, in bf16 as the engines compute."""
     found = []

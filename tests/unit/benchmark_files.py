@@ -4,6 +4,7 @@ import copy
 from pathlib import Path
 
 import numpy as np
+
 from breakeven import artefacts, tables
 
 PROMPTS = [f"reference-{i}" for i in range(5)]

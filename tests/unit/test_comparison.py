@@ -3,8 +3,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import benchmark_files as files
 import pytest
+
+import benchmark_files as files
 from breakeven import artefacts, comparison, tables
 from breakeven.cli import UserError
 

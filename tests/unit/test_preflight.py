@@ -5,10 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import factory
 import numpy as np
 import pytest
 
+import factory
 from breakeven import findings, headers, installed, preflight
 from breakeven.cli import UserError
 

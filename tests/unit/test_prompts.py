@@ -11,11 +11,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from breakeven import artefacts, prompts, sources, tables
-from breakeven.cli import UserError
-from breakeven.wheels import wheel_folder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from breakeven import artefacts, chat, conversations, prompts, selection, sources, tables
+from breakeven.cli import UserError
+from breakeven.wheels import wheel_folder
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "resources" / "reference-prompts.jsonl"
@@ -23,10 +24,57 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{% if think %}<think>{% endif %}"
 )
-WORDS = """apple river stone window garden engine mirror yellow travel circle number basket winter planet silver doctor
- letter market bridge castle dragon forest island jacket kitchen ladder monkey needle orange pencil rabbit saddle ticket
- umbrella valley wagon zebra anchor butter candle desert elbow feather glacier harbor insect jungle kettle lemon
-""".split()
+WORDS = [
+    "apple",
+    "river",
+    "stone",
+    "window",
+    "garden",
+    "engine",
+    "mirror",
+    "yellow",
+    "travel",
+    "circle",
+    "number",
+    "basket",
+    "winter",
+    "planet",
+    "silver",
+    "doctor",
+    "letter",
+    "market",
+    "bridge",
+    "castle",
+    "dragon",
+    "forest",
+    "island",
+    "jacket",
+    "kitchen",
+    "ladder",
+    "monkey",
+    "needle",
+    "orange",
+    "pencil",
+    "rabbit",
+    "saddle",
+    "ticket",
+    "umbrella",
+    "valley",
+    "wagon",
+    "zebra",
+    "anchor",
+    "butter",
+    "candle",
+    "desert",
+    "elbow",
+    "feather",
+    "glacier",
+    "harbor",
+    "insect",
+    "jungle",
+    "kettle",
+    "lemon",
+]
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +98,7 @@ def target(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(target):
-    return prompts.load_tokenizer(target)
+    return chat.load_tokenizer(target)
 
 
 def text(seed, n=30) -> str:
@@ -132,8 +180,8 @@ def test_a_bad_record_has_its_reason_and_its_good_prefixes_stay(tokenizer, tmp_p
 
 def test_a_100_kb_prompt_is_never_tokenized(tokenizer, tmp_path, monkeypatch):
     rendered = []
-    render = prompts.render
-    monkeypatch.setattr(prompts, "render", lambda t, m, k: rendered.append(len(str(m))) or render(t, m, k))
+    render = prompts.render_text
+    monkeypatch.setattr(prompts, "render_text", lambda t, m, k: rendered.append(len(str(m))) or render(t, m, k))
     curate(tokenizer, tmp_path, [{"prompt": "word " * 20_000}, talk(text(1))], max_tokens=500)
     assert rendered and max(rendered) < 4000
 
@@ -224,7 +272,7 @@ def test_pieces_that_do_not_add_up_are_tokenized_whole(tokenizer):
 
 
 def test_a_template_that_refuses_a_prompt_rejects_it(target, tmp_path):
-    strict = prompts.load_tokenizer(target)
+    strict = chat.load_tokenizer(target)
     strict.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
     rows = [{"messages": [turn("system", "be kind"), turn("user", text(1))]}, talk(text(2))]
     pool, rejected, _ = curate(strict, tmp_path, rows)
@@ -397,7 +445,7 @@ def test_bad_bytes_in_a_json_array_cost_only_their_turn(tokenizer, tmp_path):
     path = tmp_path / "bytes.json"
     path.write_bytes(json.dumps([talk("XX"), talk(text(1))]).encode().replace(b"XX", b"\xff\xfe"))
     opened = sources.open_sources([{"name": "a", "kind": "sharegpt", "path": str(path)}], tmp_path)
-    faults = [prompts.walk(record.turns)[1] for record in opened[0].records()]
+    faults = [conversations.walk(record.turns)[1] for record in opened[0].records()]
     assert faults[0][0] == "invalid-unicode" and faults[1] is None
 
 
@@ -488,14 +536,14 @@ def test_bad_files_and_empty_pools_are_told(tokenizer, tmp_path):
         curate(tokenizer, tmp_path, [talk("hi")], min_tokens=9, max_tokens=3)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="has no tokenizer"):
-        prompts.load_tokenizer(tmp_path / "empty")
+        chat.load_tokenizer(tmp_path / "empty")
 
 
 # Benchmark prompts, sizes, command line
 
 
 def test_the_reference_prompts_are_read():
-    rows = prompts.read_benchmark_prompts(REFERENCE)
+    rows = conversations.read_benchmark_prompts(REFERENCE)
     assert [row["prompt_id"] for row in rows] == ["explain", "code", "story", "reasoning", "plan"]
     assert all([message["role"] for message in row["messages"]] == ["user"] for row in rows)
 
@@ -519,15 +567,15 @@ def test_the_reference_prompts_are_read():
 def test_a_bad_benchmark_prompt_is_named_by_its_row(tmp_path, row, said):
     path = write_jsonl(tmp_path / "b.jsonl", [{"prompt_id": "a", "messages": [turn("user", "x")]}, row])
     with pytest.raises(UserError, match=said):
-        prompts.read_benchmark_prompts(path)
+        conversations.read_benchmark_prompts(path)
 
 
 def test_asking_for_more_than_there_is_says_what_would_give_more():
-    prompts.check_size(31, 31)
+    selection.check_size(31, 31)
     with pytest.raises(UserError, match=r"100 prompts .* holds 31: .*samples_per_prompt 7 in place of 2 .*add sources"):
-        prompts.check_size(31, 100, samples_per_prompt=2)
+        selection.check_size(31, 100, samples_per_prompt=2)
     with pytest.raises(UserError, match="at least one"):
-        prompts.check_size(31, 0)
+        selection.check_size(31, 0)
 
 
 def script(name, *arguments):
@@ -553,21 +601,30 @@ def test_from_the_command_line(target, tmp_path):
     assert script("curate_prompts.py", *arguments, given).returncode == 0
     assert before == (out.read_bytes(), (tmp_path / "out" / "pool.manifest.json").read_bytes())
 
-    selection = tmp_path / "out" / "selection.json"
-    assert script("select_prompts.py", "--pool", out, "--size", 30, "--out", selection).returncode == 0
-    counts = artefacts.read_manifest(selection, "selection")["counts"]
-    held_out = sum(pool["held_out"].to_pylist()[:30])
-    assert counts == {"size": 30, "held_out": held_out, "training": 30 - held_out, "pool": 40}
-    done = script("select_prompts.py", "--pool", out, "--size", 41, "--out", tmp_path / "more.json")
+    chosen = tmp_path / "out" / "selection.json"
+    select = ["--pool", out, "--target", target, "--max-tokens", 100, "--hidden-states", tmp_path / "states"]
+    (target / "config.json").write_text(json.dumps({"hidden_size": 64, "num_hidden_layers": 8}))
+    assert script("select_prompts.py", *select, "--size", 30, "--out", chosen).returncode == 0
+    counts = artefacts.read_manifest(chosen, "selection")["counts"]
+    held_out, tokens = sum(pool["held_out"].to_pylist()[:30]), sum(pool["n_tokens"].to_pylist()[:30])
+    per_token = 4 * 64 * 2 + 9
+    assert counts == {
+        "size": 30,
+        "held_out": held_out,
+        "training": 30 - held_out,
+        "pool": 40,
+        "hidden_state_bytes_at_most": (tokens + 30 * 100) * per_token,
+        "hidden_state_bytes_per_token": per_token,
+    }
+    done = script("select_prompts.py", *select, "--size", 41, "--out", tmp_path / "more.json")
     assert done.returncode == 1 and "holds 40" in done.stderr and not (tmp_path / "more.json").exists()
-    done = script(
-        "curate_prompts.py",
-        *arguments[:4],
-        "--out",
-        tmp_path / "no.parquet",
-        "--rejected",
-        rejected,
-        "--sources",
-        "[{]",
-    )
-    assert done.returncode == 1 and "not valid JSON" in done.stderr and not (tmp_path / "no.parquet").exists()
+    (target / "config.json").write_text(json.dumps({"hidden_size": 10**12, "num_hidden_layers": 8}))
+    done = script("select_prompts.py", *select, "--size", 30, "--out", tmp_path / "more.json")
+    assert done.returncode == 1 and " GB are free" in done.stderr and not (tmp_path / "more.json").exists()
+
+
+def test_broken_sources_leave_nothing(target, tmp_path):
+    out, rejected = tmp_path / "no.parquet", tmp_path / "rejected.parquet"
+    arguments = ["--target", target, "--out", out, "--rejected", rejected, "--sources", "[{]"]
+    done = script("curate_prompts.py", *arguments)
+    assert done.returncode == 1 and "not valid JSON" in done.stderr and not out.exists()

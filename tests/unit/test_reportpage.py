@@ -4,10 +4,11 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
-import benchmark_files as files
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+import benchmark_files as files
 from breakeven import artefacts, comparison, reportpage, tables
 from breakeven.cli import UserError
 

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+
 from breakeven.sanity import degenerate
 
 TEXT = np.random.default_rng(0).integers(0, 5000, 400).tolist()
