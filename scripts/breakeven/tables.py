@@ -160,3 +160,16 @@ ACCEPTANCE = pa.schema(
         ("offline_high", pa.float64()),
     ]
 )
+
+# results/benchmarks/{arm}/what_if.parquet: the drafter's walk over served outputs, as built and under each fault.
+WHAT_IF = pa.schema(
+    [
+        ("hypothesis", pa.string()),  # as-built, layers-minus-1, ... (scripts/breakeven/whatif.py)
+        ("k", pa.int32()),
+        ("position", pa.int32()),  # 1 ... K
+        ("steps", pa.int64()),  # verification steps of the walk
+        ("accepted", pa.int64()),  # steps whose draft was accepted up to and including this position
+        ("marginal", pa.float64()),
+        ("acceptance_length", pa.float64()),
+    ]
+)
