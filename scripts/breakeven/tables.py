@@ -70,10 +70,10 @@ OFFLINE = pa.schema(
     ]
 )
 
-# results/benchmarks/{arm}/what-if.parquet: the walk on an arm's served outputs under each fault hypothesis.
+# results/benchmarks/{arm}/what_if.parquet: the walk on an arm's served outputs under each fault hypothesis.
 WHAT_IF = pa.schema(
     [
-        ("hypothesis", pa.string()),  # as-built | layers-minus-1 | ...: verdict.FAULTS
+        ("hypothesis", pa.string()),  # as-built | layers-minus-1 | ...: whatif.py, verdict.FAULTS
         ("k", pa.int32()),
         ("position", pa.int32()),  # 1 ... K
         ("steps", pa.int64()),
@@ -83,16 +83,23 @@ WHAT_IF = pa.schema(
     ]
 )
 
-# results/stepcost/{engine}.parquet: time of a step with and without speculation, one row per measurement.
+# results/stepcost/{engine}.parquet: time of a step with and without speculation, one row per K, concurrency and repeat.
 STEP_COST = pa.schema(
     [
         ("engine", pa.string()),
         ("k", pa.int32()),  # drafted tokens per step, 1 or more
         ("concurrency", pa.int32()),
         ("repeat", pa.int32()),
-        ("step_s", pa.float64()),  # a step with speculation
+        ("step_s", pa.float64()),  # a step with speculation: geometric mean over rounds (steptimes.py)
+        ("step_low", pa.float64()),  # its 95 % interval
+        ("step_high", pa.float64()),
         ("plain_step_s", pa.float64()),  # a step without
         ("rho", pa.float64()),  # step_s / plain_step_s
+        ("rho_low", pa.float64()),  # 95 % over rounds, and over the plain servers before and after
+        ("rho_high", pa.float64()),
+        ("acceptance_length", pa.float64()),  # of the random drafter, as measured
+        ("steps", pa.int64()),
+        ("requests", pa.int64()),
     ]
 )
 
@@ -187,18 +194,5 @@ ACCEPTANCE = pa.schema(
         ("offline_marginal", pa.float64()),
         ("offline_low", pa.float64()),
         ("offline_high", pa.float64()),
-    ]
-)
-
-# results/benchmarks/{arm}/what_if.parquet: the drafter's walk over served outputs, as built and under each fault.
-WHAT_IF = pa.schema(
-    [
-        ("hypothesis", pa.string()),  # as-built, layers-minus-1, ... (scripts/breakeven/whatif.py)
-        ("k", pa.int32()),
-        ("position", pa.int32()),  # 1 ... K
-        ("steps", pa.int64()),  # verification steps of the walk
-        ("accepted", pa.int64()),  # steps whose draft was accepted up to and including this position
-        ("marginal", pa.float64()),
-        ("acceptance_length", pa.float64()),
     ]
 )

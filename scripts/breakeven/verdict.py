@@ -64,6 +64,7 @@ FAULTS = {
     "layers-plus-1": "the engine captures the layers after the trained ones",
     "layers-reversed": "the features are concatenated in another order than in training",
     "fc-skipped": "fc is skipped, as under the algorithm EAGLE instead of EAGLE3",
+    "fc-skipped-own-head": "fc is skipped and the final hidden state fed (eagle_config.use_aux_hidden_state is false)",
     "d2t-zero": "draft ids are taken as target ids (d2t missing or zero)",
     "d2t-absolute": "d2t is read as offsets but holds target ids, or the other way round",
     "theta-10000": "RoPE runs with theta 10,000 instead of the trained one",

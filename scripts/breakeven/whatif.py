@@ -120,7 +120,7 @@ def hypotheses(drafter: Drafter, ids: Tensor, capture: Capture) -> Iterator[Hypo
     yield Hypothesis("shift-by-one", drafter, ids, delayed)
 
     head = nn.Linear(config.hidden_size, len(ids), bias=False, device="meta")
-    head.weight = nn.Parameter(capture.model.lm_head.weight[: len(ids)], requires_grad=False)
+    head.weight = nn.Parameter(capture.model.lm_head.weight[: len(ids)].to(drafter.dtype), requires_grad=False)
     no_fc = {"fc": nn.Identity(), "input_norm": nn.Identity()}
     yield Hypothesis("fc-skipped", variant(drafter, no_fc | {"lm_head": head}), draft_ids, final)
     yield Hypothesis("fc-skipped-own-head", variant(drafter, no_fc), ids, final)
