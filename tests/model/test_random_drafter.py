@@ -9,7 +9,14 @@ import tinymodels
 
 from breakeven import artefacts, checkpoint
 
+# Eight layers: with six, two of the three default layers would be the same.
+LAYERS = 8
 SCRIPT = Path(checkpoint.__file__).parents[1] / "random_drafter.py"
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory):
+    return tinymodels.write_target(tmp_path_factory.mktemp("target"), num_hidden_layers=LAYERS)
 
 
 def write(target_folder, out, *options):
@@ -22,7 +29,7 @@ def test_its_shape_is_the_targets(target_folder, tmp_path, options, size):
     assert write(target_folder, tmp_path, *options).returncode == 0
     drafter, ids = checkpoint.load(tmp_path, target_folder, "cpu")
     assert len(ids) == size and len(set(ids.tolist())) == size and int(ids.max()) < tinymodels.VOCABULARY
-    assert drafter.config.layers == [2, 3, 3] and drafter.config.hidden_size == 32
+    assert drafter.config.layers == [2, 4, 5] and drafter.config.hidden_size == 32
     manifest = artefacts.read_manifest(tmp_path / "manifest.json", "drafter")
     assert manifest["files"]["model.safetensors"] == artefacts.sha256(tmp_path / "model.safetensors")
 
