@@ -240,12 +240,11 @@ def _block(table: list[dict[str, Any]], b: int, curve: Sequence[float] | None) -
     if cost.line is not None:
         lines += ["", f"rho(K) = {cost.line.a:.3f} + {cost.line.b:.3f} K{_fit_interval(cost)}"]
     lines += ["", "acceptance of each position   best K   AL   speed-up"]
-    known = cost.known()
-    deepest = max(known)
+    deepest = max(cost.known())
     for c in EXAMPLES:
-        lines.append(_best(f"{c:.2f} throughout", [c**i for i in range(1, deepest + 1)], known))
+        lines.append(_best(f"{c:.2f} throughout", [c**i for i in range(1, deepest + 1)], cost))
     if curve is not None:
-        lines.append(_best("the given curve", curve, known))
+        lines.append(_best("the given curve", curve, cost))
     return "\n".join(lines)
 
 
@@ -256,8 +255,9 @@ def _fit_interval(cost: stepcost.StepCost) -> str:
     return f"; at K = {deepest} {low:.2f} to {high:.2f} (95 %)" if math.isfinite(low) else ""
 
 
-def _best(label: str, marginal: Sequence[float], known: dict[int, float]) -> str:
-    best = stepcost.best_k(marginal, known)
+def _best(label: str, marginal: Sequence[float], cost: stepcost.StepCost) -> str:
+    best = stepcost.best_k(marginal, cost.known())
     if best.k == 0:
         return f"{label:<29} none: plain decoding is faster"
-    return f"{label:<29} {best.k:6d}   {best.length:.2f}   {best.speedup:.2f}x"
+    fitted = "" if best.k in cost.measured else "   (step time from the fit)"
+    return f"{label:<29} {best.k:6d}   {best.length:.2f}   {best.speedup:.2f}x{fitted}"

@@ -126,7 +126,7 @@ def test_the_planted_fault_is_named(fault, intact, tmp_path):
         {"prompt_id": str(i), "token_ids": chat.render(tokenizer, [{"role": "user", "content": question}], {})}
         for i, question in enumerate(QUESTIONS)
     ]
-    protocol = benchmark.Protocol("faults", max_tokens=96, temperature=0, passes=1, prompts="")
+    protocol = benchmark.Protocol("faults", max_tokens=96, temperature=0)
     speculation = Speculation("eagle3", K, str(broken))
     with servers.speculating(
         engine, ENGINE_PYTHON, TARGET, speculation, SETTINGS, set(), "cpu", tmp_path / "server.log"
