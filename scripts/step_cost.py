@@ -10,7 +10,10 @@ The target is served alone, then with a random drafter (random_drafter.py) at ea
 the other. --show prints what an earlier measurement means, for --curve too: marginal acceptance of positions 1, 2, ...
 """
 
+import argparse
+import itertools
 import json
+import math
 from pathlib import Path
 
 from breakeven import artefacts, benchmark, cli, engines, servers, steptimes, tables, target
@@ -96,9 +99,14 @@ def main() -> None:
 
 def parse_curve(text: str) -> list[float]:
     """'0.7,0.45,0.3' -> [0.7, 0.45, 0.3]: shares between 0 and 1 that never rise."""
-    curve = [float(part) for part in text.split(",")]
-    if not all(1 >= a >= b >= 0 for a, b in zip([1.0, *curve], curve, strict=False)):
-        raise ValueError
+    try:
+        curve = [float(part) for part in text.split(",")]
+    except ValueError:
+        curve = [math.nan]
+    if not all(1 >= a >= b >= 0 for a, b in itertools.pairwise([1.0, *curve])):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no acceptance curve; write shares between 0 and 1 that never rise, like 0.7,0.45,0.3"
+        )
     return curve
 
 
