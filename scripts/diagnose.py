@@ -83,7 +83,9 @@ def read_run(args: argparse.Namespace) -> diagnose.Run:
     if args.metrics:
         found = diagnose.read_metrics(*args.metrics)
         if facts["engine"] not in (None, found["engine"]):
-            raise cli.UserError(f"{args.log} is a log of {facts['engine']}, but {args.metrics[1]} is of {found['engine']}")
+            raise cli.UserError(
+                f"{args.log} is a log of {facts['engine']}, but {args.metrics[1]} is of {found['engine']}"
+            )
         facts |= found
     options = {
         "engine": args.engine,
@@ -94,9 +96,7 @@ def read_run(args: argparse.Namespace) -> diagnose.Run:
         "rate": args.accept_rate,
     }
     facts |= {key: value for key, value in options.items() if value is not None}
-    return diagnose.Run(
-        args.baseline, args.speculative, samples=args.samples, rate_source=args.rate_source, **facts
-    )
+    return diagnose.Run(args.baseline, args.speculative, samples=args.samples, rate_source=args.rate_source, **facts)
 
 
 def check(args: argparse.Namespace, run: diagnose.Run) -> list[str]:

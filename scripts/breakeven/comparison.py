@@ -490,7 +490,9 @@ def compare(
         row = _summary_row(arm, baseline, speedup, walk, lossless, label, reasons)
         row["predicted_rho"] = cost.at(arm.k) if cost else None
         if row["predicted_rho"] and row["offline_acceptance_length"]:
-            row["predicted_speedup"] = stepcost.predicted_speedup(row["offline_acceptance_length"], row["predicted_rho"])
+            row["predicted_speedup"] = stepcost.predicted_speedup(
+                row["offline_acceptance_length"], row["predicted_rho"]
+            )
         result.summary.append(row)
         if not is_random(arm):
             result.acceptance += _acceptance_rows(arm, walk)

@@ -214,7 +214,9 @@ def read_metrics(before: Path, after: Path) -> dict[str, Any]:
         return {"engine": "sglang", "lengths": (length, length)}
     gauges = [value for name, _, value in last if name == "sglang:spec_accept_length" and value]
     if not gauges:
-        raise UserError(f"{after}: no verification calls and no sglang:spec_accept_length; was this server speculating?")
+        raise UserError(
+            f"{after}: no verification calls and no sglang:spec_accept_length; was this server speculating?"
+        )
     length = float(np.mean(gauges))
     return {"engine": "sglang", "lengths": (length, length)}
 
@@ -248,7 +250,9 @@ class Settings:
         found = []
         if self.engine:
             version = f" {self.version}" if self.version else ""
-            found.append(f"{ENGINES[self.engine]}{version}" + (f", algorithm {self.algorithm}" if self.algorithm else ""))
+            found.append(
+                f"{ENGINES[self.engine]}{version}" + (f", algorithm {self.algorithm}" if self.algorithm else "")
+            )
         if self.graphs is not None:
             found.append("CUDA graphs are in use" if self.graphs else "CUDA graphs are off")
         if self.layers is not None:
@@ -334,7 +338,9 @@ def _read_sglang_log(text: str) -> Settings:
     ):
         value = argument(key)
         setattr(settings, name, int(value) if value and value.isdigit() else None)
-    version = re.search(r"sglang(?:[_ ]version)?['\"]?\s*[=:v ]+\s*['\"]?(\d+\.\d+\.\d+\S*?)['\",\s]", text, re.IGNORECASE)
+    version = re.search(
+        r"sglang(?:[_ ]version)?['\"]?\s*[=:v ]+\s*['\"]?(\d+\.\d+\.\d+\S*?)['\",\s]", text, re.IGNORECASE
+    )
     settings.version = version[1] if version else None
     used = re.findall(r"Decode batch.*?(?:cuda|cpu|npu) graph: (True|False)", text)
     if used:
@@ -365,9 +371,7 @@ def diagnose(run: Run, data: Mapping[str, Any], target: str | None = None) -> li
     else:
         speed.append("one unpaired number for each arm: a small difference would mean nothing")
     readings = read_rate(run)
-    lengths = run.lengths or (
-        (min(r.length for r in readings), max(r.length for r in readings)) if readings else None
-    )
+    lengths = run.lengths or ((min(r.length for r in readings), max(r.length for r in readings)) if readings else None)
     sections = [Section("Speed", speed), Section("Acceptance", _acceptance_lines(run, readings, lengths))]
     rho = _rho_lines(run, lengths)
     sections.append(Section("Break-even", rho))
@@ -393,7 +397,9 @@ def diagnose(run: Run, data: Mapping[str, Any], target: str | None = None) -> li
     plausible += _published(run, lengths, data, target)
     if run.samples:
         near = min(data["public"], key=lambda row: abs(math.log(row["samples"] / run.samples)))
-        plausible.append(f"public reports near {run.samples:,} samples: AL about {near['acceptance_length']:g} ({near['source']})")
+        plausible.append(
+            f"public reports near {run.samples:,} samples: AL about {near['acceptance_length']:g} ({near['source']})"
+        )
     sections.append(Section("Plausible", plausible or ["nothing more can be said without an acceptance length and K"]))
     if run.settings:
         sections.append(Section("Server log", run.settings.sentences()))
@@ -496,7 +502,9 @@ def check_first(run: Run, lengths: tuple[float, float] | None, cause: str | None
         if not (settings and settings.graphs is not None):
             lines.append("CUDA graphs, for verification and for the drafter: SGLang prints 'cuda graph: True' per batch, "
                          "vLLM must not run with enforce_eager")  # fmt: skip
-        lines.append("the draft's own cost: fewer draft tokens, a smaller draft vocabulary, the draft's attention backend")
+        lines.append(
+            "the draft's own cost: fewer draft tokens, a smaller draft vocabulary, the draft's attention backend"
+        )
         lines.append("rho by itself, with a random drafter of the right shape, before any more data is made")
     if cause == "training":
         lines.append("more training data with responses of the target itself; see the comparable runs above")
@@ -613,7 +621,10 @@ def _ceiling_of_data(runs: Sequence[Run], case: Mapping[str, Any], data: Mapping
     known = [run for run in runs if run.lengths]
     lines = []
     for run in known:
-        lines += [f"{ENGINES.get(run.engine, run.engine)}: {line}" for line in _published(run, run.lengths, data, case.get("target"))]
+        lines += [
+            f"{ENGINES.get(run.engine, run.engine)}: {line}"
+            for line in _published(run, run.lengths, data, case.get("target"))
+        ]
     samples = {run.samples for run in runs if run.samples}
     for n in sorted(samples):
         near = min(data["public"], key=lambda row: abs(math.log(row["samples"] / n)))
