@@ -227,7 +227,8 @@ class Settings:
 
     engine: str | None = None
     version: str | None = None
-    graphs: bool | None = None  # CUDA graphs (or the CPU's) in use
+    graphs: bool | None = None  # CUDA graphs in use; None on a CPU
+    eager_cpu: bool = False  # vLLM on a CPU, not compiled
     algorithm: str | None = None
     layers: list[int] | None = None
     shares_head: bool | None = None
@@ -255,6 +256,8 @@ class Settings:
             )
         if self.graphs is not None:
             found.append("CUDA graphs are in use" if self.graphs else "CUDA graphs are off")
+        if self.eager_cpu:
+            found.append("it runs on a CPU in eager mode")
         if self.layers is not None:
             found.append(f"the target's features are captured at layers {self.layers} (inputs of these layers)")
         if self.shares_head is not None:
@@ -286,7 +289,8 @@ def _read_vllm_log(text: str) -> Settings:
     if version:
         settings.version = version[1] or version[2]
     if re.search(r"enforce_eager=True|Cudagraph is disabled under eager mode|Enforce eager set, disabling", text):
-        settings.graphs = False
+        settings.eager_cpu = "device_config=cpu" in text
+        settings.graphs = None if settings.eager_cpu else False
     elif re.search(r"Graph capturing finished|Capturing CUDA graphs", text):
         settings.graphs = True
     config = re.search(r"SpeculativeConfig\(method='([^']*)'.*?num_spec_tokens=(\d+)", text)
@@ -342,7 +346,7 @@ def _read_sglang_log(text: str) -> Settings:
         r"sglang(?:[_ ]version)?['\"]?\s*[=:v ]+\s*['\"]?(\d+\.\d+\.\d+\S*?)['\",\s]", text, re.IGNORECASE
     )
     settings.version = version[1] if version else None
-    used = re.findall(r"Decode batch.*?(?:cuda|cpu|npu) graph: (True|False)", text)
+    used = re.findall(r"Decode batch.*?cuda graph: (True|False)", text)
     if used:
         settings.graphs = used.count("True") > len(used) / 2
     elif argument("disable_cuda_graph") == "True":
@@ -450,8 +454,7 @@ def _rho_lines(run: Run, lengths: tuple[float, float] | None) -> list[str]:
         if run.depth:
             needed = stepcost.needed_conditional(middle, run.depth)
             lines.append(
-                f"ceiling at that rho: {stepcost.ceiling(run.depth, middle):.2f}x if all {run.depth} draft tokens were"
-                " accepted"
+                f"ceiling at that rho: {stepcost.ceiling(run.depth, middle):.2f}x, with every draft token accepted"
             )
             if run.engine == "sglang" and run.num_steps is None:
                 lines[-1] += "; in a tree a step accepts at most speculative_num_steps: give --num-steps"
@@ -489,6 +492,10 @@ def check_first(run: Run, lengths: tuple[float, float] | None, cause: str | None
     settings = run.settings
     if settings and settings.graphs is False:
         lines.append("CUDA graphs are off: turn them on in both arms and measure again")
+    if settings and settings.eager_cpu:
+        lines.append(
+            "eager mode: measure both arms compiled as well, a baseline is fair only in its best configuration"
+        )
     if lengths and lengths[1] < 1.05:
         lines.append(
             "no draft is accepted: the algorithm flag (EAGLE3, not EAGLE), layer ids, d2t and missing tensors; run"
@@ -499,7 +506,7 @@ def check_first(run: Run, lengths: tuple[float, float] | None, cause: str | None
     if lengths is None:
         lines.append("the acceptance length: save /metrics before and after a run, and give both with --metrics")
     if cause == "cost" or (lengths is None and run.speedup < 1):
-        if not (settings and settings.graphs is not None):
+        if not (settings and (settings.graphs is not None or settings.eager_cpu)):
             lines.append("CUDA graphs, for verification and for the drafter: SGLang prints 'cuda graph: True' per batch, "
                          "vLLM must not run with enforce_eager")  # fmt: skip
         lines.append(
