@@ -70,9 +70,10 @@ def fail(sentence: str) -> int:
 
 
 def find_python() -> str | None:
-    """An interpreter of the version that the locks were made for."""
+    """An interpreter of the version that the locks were made for; outside a virtual environment, the base one."""
     if sys.version_info[:2] == PYTHON_VERSION:
-        return sys.executable
+        base = Path(sys.base_prefix) / "bin" / "python3.11"
+        return str(base) if base.is_file() else sys.executable
     return shutil.which("python3.11")
 
 
@@ -109,17 +110,16 @@ def with_pip(python: str, folder: Path, lock: Path) -> list[tuple[list[str], dic
 def pip_settings(python: str) -> dict[str, str]:
     """pip's own settings in uv's variables, so that a mirror or a local wheel folder set up for pip serves uv too."""
     done = subprocess.run([python, "-m", "pip", "config", "list"], capture_output=True, text=True)
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    # The environment comes last, since it goes before pip's files.
+    lines += [f"env.{name[4:]}={value}" for name, value in os.environ.items() if name.startswith("PIP_")]
+    names = {"find-links": "UV_FIND_LINKS", "index-url": "UV_DEFAULT_INDEX", "cert": "SSL_CERT_FILE"}
     found: dict[str, str] = {}
-    for line in done.stdout.splitlines() if done.returncode == 0 else []:
+    for line in lines:
         key, _, value = line.partition("=")
-        name = key.rsplit(".", 1)[-1].lower().replace("_", "-")
-        words = value.strip().strip("'\"").replace("\\n", " ").split()
-        if name == "find-links":
-            found.setdefault("UV_FIND_LINKS", " ".join(words))
-        elif name == "index-url":
-            found.setdefault("UV_DEFAULT_INDEX", words[0])
-        elif name == "cert":
-            found.setdefault("SSL_CERT_FILE", words[0])
+        name = names.get(key.rsplit(".", 1)[-1].lower().replace("_", "-"))
+        if name:
+            found[name] = " ".join(value.strip().strip("'\"").replace("\\n", " ").split())
     return {name: value for name, value in found.items() if name not in os.environ}
 
 
