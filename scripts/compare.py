@@ -32,6 +32,9 @@ def main() -> None:
     parser.add_argument(
         "--drafter", nargs="*", default=[], metavar="NAME=FILE", help="manifest.json of a trained drafter"
     )
+    parser.add_argument(
+        "--expectations", type=Path, default=comparison.EXPECTATIONS, help="what comparable drafters reached"
+    )
     parser.add_argument("--out", type=Path, required=True, help="summary.parquet: one row per arm")
     parser.add_argument(
         "--acceptance", type=Path, required=True, help="acceptance.parquet: one row per arm and position"
@@ -47,8 +50,8 @@ def main() -> None:
         raise cli.UserError(f"--passes {' '.join(args.passes)}: write ARM=N for each") from None
     result = comparison.run(
         args.benchmarks, args.arms, pairs("--offline", args.offline), args.out, args.acceptance, args.requests, passes,
-        what_if=pairs("--what-if", args.what_if), step_cost=pairs("--stepcost", args.stepcost),
-        drafters=pairs("--drafter", args.drafter),
+        pairs("--what-if", args.what_if), pairs("--stepcost", args.stepcost), pairs("--drafter", args.drafter),
+        args.expectations,
     )  # fmt: skip
     for row in result.summary:
         measured = f"{row['tokens_per_second']:.1f} tok/s" if row["tokens_per_second"] else "no decode rate"

@@ -494,7 +494,9 @@ def compare(
         row = _summary_row(arm, baseline, speedup, walk, lossless, label, reasons)
         row["predicted_rho"] = cost.at(arm.k) if cost else None
         if row["predicted_rho"] and row["offline_acceptance_length"]:
-            row["predicted_speedup"] = stepcost.predicted_speedup(row["offline_acceptance_length"], row["predicted_rho"])
+            row["predicted_speedup"] = stepcost.predicted_speedup(
+                row["offline_acceptance_length"], row["predicted_rho"]
+            )
         result.summary.append(row)
         if not is_random(arm):
             result.acceptance += _acceptance_rows(arm, walk)
@@ -761,6 +763,7 @@ def run(
     what_if: Mapping[str, Path | str] | None = None,
     step_cost: Mapping[str, Path | str] | None = None,
     drafters: Mapping[str, Path | str] | None = None,
+    expectations: Path | str = EXPECTATIONS,
 ) -> Comparison:
     """Read the arms, compare them, write the three tables and, beside the summary, its manifest."""
     if len(set(names)) != len(names):
@@ -771,12 +774,13 @@ def run(
         raise UserError(f"--what-if {min(unknown)}: no such arm; the arms are {', '.join(names)}")
     arms = [read_arm(benchmarks, name, (passes or {}).get(name)) for name in names]
     result = compare(
-        arms, read_offline(offline), read_what_if(what_if), read_step_cost(step_cost), read_drafters(drafters)
-    )
+        arms, read_offline(offline), read_what_if(what_if), read_step_cost(step_cost), read_drafters(drafters),
+        artefacts.read_json(expectations),
+    )  # fmt: skip
     artefacts.write_table(requests, result.requests, tables.REQUESTS)
     artefacts.write_table(acceptance_out, result.acceptance, tables.ACCEPTANCE)
     artefacts.write_table(summary, result.summary, tables.SUMMARY)
-    verdicts = [row["verdict"] for row in result.summary]
+    labels = [row["verdict"] for row in result.summary]
     artefacts.write_manifest(
         artefacts.manifest_path(summary),
         "comparison",
@@ -786,12 +790,13 @@ def run(
             "cache_drift": CACHE_DRIFT,
             "degenerate_share": DEGENERATE_SHARE,
         },
-        inputs={f"offline/{name}": path for name, path in offline.items()}
+        inputs={"expectations": expectations}
+        | {f"offline/{name}": path for name, path in offline.items()}
         | {f"what-if/{name}": path for name, path in what_if.items()}
         | {f"stepcost/{name}": path for name, path in step_cost.items()}
         | {f"drafter/{name}": path for name, path in drafters.items()}
         | {name: path for arm in arms for name, path in arm.files.items()},
-        counts={"arms": len(arms)} | {verdict: verdicts.count(verdict) for verdict in sorted(set(verdicts))},
+        counts={"arms": len(arms)} | {label: labels.count(label) for label in sorted(set(labels))},
         arms=result.details,
     )
     return result

@@ -22,6 +22,7 @@ together therefore err in fewer than 5 %, whichever it is.
 All functions work on the last one or two axes, so that many experiments can be simulated at once.
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -83,13 +84,19 @@ def bootstrap_interval(
     n = values.shape[-1]
     if n < 2:
         raise ValueError(f"an interval needs at least two values, there are {n}")
-    rng = np.random.default_rng(seed)
-    weights = rng.multinomial(n, np.full(n, 1 / n), size=resamples) / n
-    smoothing = rng.standard_normal(resamples) / n
+    weights, smoothing = _resampling(n, resamples, seed)
     means = values @ weights.T + values.std(-1, ddof=1)[..., None] * smoothing
     tail = special.ndtr(-special.stdtrit(n - 1, 0.5 + confidence / 2))
     low, high = np.quantile(means, [tail, 1 - tail], axis=-1)
     return low, high
+
+
+@functools.lru_cache(maxsize=8)
+def _resampling(n: int, resamples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Weights [resamples, n] of the values in each resample, and its smoothing in standard deviations of the values."""
+    rng = np.random.default_rng(seed)
+    weights = rng.multinomial(n, np.full(n, 1 / n), size=resamples) / n
+    return weights, rng.standard_normal(resamples) / n
 
 
 def noise_floor(arm: np.ndarray, baseline: np.ndarray, confidence: float = FLOOR_CONFIDENCE) -> np.ndarray:

@@ -19,11 +19,13 @@ accepted up to position i (a_0 = S). The walk re-drafts the very same outputs of
 outputs acceptance is a function of the text, at any temperature; a faithful engine therefore reproduces the walk's
 conditional acceptances c_i up to its arithmetic. The model is
 
-    a_i | a_{i-1} ~ BetaBinomial(a_{i-1}, mean c_i, sd of the mean = sqrt(floor^2 + 1 / (n_i + 1)^2)),   i = 1 ... K
+    a_i | a_{i-1} ~ BetaBinomial(a_{i-1}, mean c_i, variance of the mean 4 floor^2 c_i (1 - c_i) + 1 / (n_i + 1)^2)
 
-independent over i given the chain, with n_i the walk's trials at position i and c_i smoothed by half a count. `floor`
-(1.5 %, acceptance.ENGINE_NUMERICS) is the overdispersion between two faithful runs; the second term is one step more or
-less, since the walk leaves out the last step of each output. Both walks see the same text, so the binomial variance is
+for i = 1 ... K, independent over i given the chain, with n_i the walk's trials at position i and c_i smoothed by half a
+count. `floor` (1.5 %, acceptance.ENGINE_NUMERICS) is the overdispersion between two faithful runs, its standard deviation
+at c = 1/2 and in proportion to sqrt(c (1 - c)) elsewhere, because acceptance near 0 or 1 has little to vary: an intraclass
+correlation of 4 floor^2, so that no number of steps counts for more than 1 / (4 floor^2) = 1,111. The second term is one
+step more or less, since the walk leaves out the last step of each output. Both walks see the same text, so the binomial variance is
 an upper bound and the walk's own sampling error is not added: the test is conservative where texts are shared, and does
 not apply where they are not. One pass only: repeats of greedy outputs are copies, not new steps.
 
@@ -54,6 +56,7 @@ CLEARLY = 5.0
 INDISTINCT = 3.0
 MINIMUM_STEPS = 100  # fewer verification steps say nothing about integration
 MINIMUM_TRIALS = 10  # at one position
+SAME_TOKENS = 0.2  # walk and served pass must cover the same tokens but for the ends of the outputs
 LOW = 0.9  # AL below this share of what comparable runs reach is low
 GAP = 0.75  # served (AL - 1) below this share of the held-out one is a gap that prompts alone seldom make
 NO_GAIN = 1.05  # a speed-up whose interval ends below this is not worth having
@@ -100,6 +103,11 @@ class Counts:
         return acceptance.acceptance_length(self.steps, sum(self.accepted))
 
     @property
+    def tokens(self) -> int:
+        """Tokens that these steps yielded, bonus tokens included."""
+        return self.steps + sum(self.accepted)
+
+    @property
     def trials(self) -> np.ndarray:
         """Steps that reached each position, int64 [K]."""
         return np.array([self.steps, *self.accepted[:-1]], dtype=np.int64)[: self.k]
@@ -118,7 +126,8 @@ def _mean_and_variance(curve: Counts, floor: float) -> tuple[np.ndarray, np.ndar
     """Conditional acceptance [K] of a walk, and the variance of a faithful run's true value about it."""
     trials = curve.trials
     mean = (np.array(curve.accepted) + 0.5) / (trials + 1)
-    return mean, np.minimum(floor**2 + 1 / (trials + 1) ** 2, mean * (1 - mean) / 2)
+    spread = mean * (1 - mean)
+    return mean, np.minimum(4 * floor**2 * spread + 1 / (trials + 1) ** 2, spread / 2)
 
 
 def log_likelihood(served: Counts, curve: Counts, floor: float = acceptance.ENGINE_NUMERICS) -> float:
@@ -152,7 +161,7 @@ def _same_k(served: Counts, curve: Counts) -> None:
 def resolution(served: Counts, floor: float = acceptance.ENGINE_NUMERICS) -> float:
     """The change in the first position's acceptance that these steps can just show (sd times the test's quantile)."""
     m = served.accepted[0] / served.steps
-    return math.sqrt(special.chdtri(served.k, REJECT) * (m * (1 - m) / served.steps + floor**2))
+    return math.sqrt(special.chdtri(served.k, REJECT) * m * (1 - m) * (1 / served.steps + 4 * floor**2))
 
 
 @dataclass(frozen=True)
@@ -185,6 +194,11 @@ def integration(
         return Integration(
             None, False, (), (),
             (f"{steps} verification steps are too few to judge the integration ({MINIMUM_STEPS} are needed)",),
+        )  # fmt: skip
+    if abs(as_built.tokens - served.tokens) > SAME_TOKENS * served.tokens:
+        return Integration(
+            None, False, (), (),
+            (f"the offline walk covers {as_built.tokens} tokens, the served pass {served.tokens}: not the same outputs",),
         )  # fmt: skip
     fits = [
         Fitness(name, log_likelihood(served, curve), p_value(served, curve), curve.length)
@@ -260,11 +274,16 @@ def expectation(data: Mapping[str, Any], k: int, samples: int | None = None) -> 
     if samples is not None and samples >= public[0]["samples"]:
         points = np.log([run["samples"] for run in public])
         low = min(high, float(np.interp(math.log(samples), points, [run["acceptance_length"] for run in public])))
-    best = max(zip(curves, (run["what"] for run in runs), strict=True))
+    best = max(zip(curves, (_source(run, k) for run in runs), strict=True))
     for head in data["published_heads"]:
         if head["k"] <= k:
             best = max(best, (head["acceptance_length"], head["what"]))
     return Expectation(low, high, float(best[0]), best[1])
+
+
+def _source(run: Mapping[str, Any], k: int) -> str:
+    deepest = max(map(int, run["acceptance_length"]))
+    return run["what"] + (f", extended beyond K = {deepest}" if k > deepest else "")
 
 
 def _extended(by_k: Mapping[str, float], k: int) -> float:
@@ -326,6 +345,8 @@ def judge(facts: Facts, data: Mapping[str, Any]) -> Verdict:
         facts.label == "undecided" and facts.speedup_high is not None and facts.speedup_high < NO_GAIN
     )
     evidence += _beside_training(facts)
+    if facts.samples is not None and facts.label != "refused":
+        evidence.append(_samples_sentence(facts, data))
     if found.rejected and found.lower:
         fault = " or ".join(found.faults) or "unknown"
         if no_gain and facts.rho:
@@ -389,8 +410,6 @@ def _training_or_cost(facts: Facts, data: Mapping[str, Any], evidence: list[str]
     )
     sizes = [run["samples"] for run in data["runs"]]
     few = facts.samples is not None and facts.samples < max(sizes)
-    if facts.samples is not None:
-        evidence.append(_samples_sentence(facts, known, min(sizes)))
     if facts.response_tokens is not None:
         near = min(data["tokens"], key=lambda row: abs(math.log(row["response_tokens"] / facts.response_tokens)))
         evidence.append(
@@ -417,14 +436,15 @@ def _training_or_cost(facts: Facts, data: Mapping[str, Any], evidence: list[str]
     return "cost"
 
 
-def _samples_sentence(facts: Facts, known: Expectation, smallest: int) -> str:
+def _samples_sentence(facts: Facts, data: Mapping[str, Any]) -> str:
+    known, smallest = expectation(data, facts.k, facts.samples), min(run["samples"] for run in data["runs"])
     if facts.samples < smallest:
         return (
             f"trained on {facts.samples:,} samples, fewer than any comparable run; {smallest:,} reach up to"
-            f" {known.high:.2f}"
+            f" {known.high:.2f} at K = {facts.k}"
         )
     span = f"{known.low:.2f} to {known.high:.2f}" if known.low is not None else f"up to {known.high:.2f}"
-    return f"comparable runs reach {span} with {facts.samples:,} samples"
+    return f"comparable runs reach {span} at K = {facts.k} with {facts.samples:,} samples"
 
 
 def _beside_training(facts: Facts) -> list[str]:

@@ -67,7 +67,7 @@ def test_loss_equals_a_literal_sum_over_rows_and_steps(target_folder, states):
     for step in range(3):
         losses, hit, number = [], 0, 0
         for i in (1, 2):
-            own = {k: v for k, v in sequences.load(i, "token_ids", "loss_mask", "hidden", "last", "argmax").items()}
+            own = sequences.load(i, "token_ids", "loss_mask", "hidden", "last", "argmax")
             tokens = F.pad(own["token_ids"].long(), (0, 4))[None]
             hidden, context, length = drafter.fuse(own["hidden"][None]), None, len(own["token_ids"])
             for t in range(step + 1):
