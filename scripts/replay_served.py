@@ -9,6 +9,7 @@ that the integration is at fault; both low, that the drafter is. With --what-if 
 hypothesis of breakeven/whatif.py; the one that fits the served acceptance names the fault.
 """
 
+import math
 from pathlib import Path
 
 import torch
@@ -65,12 +66,12 @@ def main() -> None:
     if not args.what_if:
         return
     rows = whatif.table(walks, args.k)
-    misfit = whatif.misfit(walks, served["accepted_per_position"].to_pylist(), args.k)
     artefacts.write_table(args.what_if, rows, tables.WHAT_IF)
-    artefacts.write_manifest(artefacts.manifest_path(args.what_if), "what_if", **provenance, misfit=misfit)
-    lengths = {row["hypothesis"]: row["acceptance_length"] for row in rows}
-    for name, share in misfit.items():
-        cli.logger.info("what if %s: acceptance length %.2f, misfit %.3f", name, lengths[name], share)
+    artefacts.write_manifest(
+        artefacts.manifest_path(args.what_if), "what_if", **provenance, by_output=whatif.by_output(walks, args.k)
+    )
+    for row in rows[:: args.k]:
+        cli.logger.info("what if %s: acceptance length %.2f", row["hypothesis"], row["acceptance_length"] or math.nan)
 
 
 if __name__ == "__main__":

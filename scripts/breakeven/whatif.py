@@ -33,7 +33,6 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -169,17 +168,14 @@ def table(found: dict[str, list[walk.Matches]], k: int) -> list[dict]:
     ]
 
 
-def misfit(found: dict[str, list[walk.Matches]], served: list[list[int]], k: int) -> dict[str, float]:
-    """How far each hypothesis is from what was served, sequence by sequence; best first.
+def by_output(found: dict[str, list[walk.Matches]], k: int) -> dict[str, list[list[int]]]:
+    """What the walk does in each sequence under every hypothesis: [steps, accepted at position 1, ... K] for each.
 
-    served: per sequence the accepted counts per position [k]. The sum over sequences and positions of the absolute
-    difference between the walk's count and the served one, as a share of all served counts. Two hypotheses with the
-    same acceptance length over all prompts still differ in which prompts they are good at.
+    Pooled counts hide faults that leave the mean alone; `verdict.paired` looks at each output by itself.
     """
-    total = max(1, sum(map(sum, served)))
-    shares = {}
-    for name, matches in found.items():
-        walked = [walk.counts(walk.walk(m, k), k)[1] for m in matches]
-        gaps = [np.abs(w - np.asarray(s)).sum() for w, s in zip(walked, served, strict=True)]
-        shares[name] = round(float(sum(gaps)) / total, 4)
-    return dict(sorted(shares.items(), key=lambda item: item[1]))
+
+    def count(matches: walk.Matches) -> list[int]:
+        steps, accepted = walk.counts(walk.walk(matches, k), k)
+        return [steps, *accepted.tolist()]
+
+    return {name: [count(m) for m in matches] for name, matches in found.items()}

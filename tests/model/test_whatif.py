@@ -5,7 +5,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tinymodels
 import torch
@@ -177,15 +176,15 @@ def test_hypotheses_that_change_nothing_are_left_out(drafter, capture):
     assert "theta-10000" not in names and "d2t-zero" not in names and "as-built" in names
 
 
-def test_misfit_tells_sequences_apart():
-    """Two hypotheses with the same totals: the one that is right about which sequence accepts fits."""
-
-    def matches(row):
-        return walk.Matches(np.array(row), np.full(len(row), 1))
-
-    good, bad = matches([1, 1, 1, 1]), matches([0, 0, 0, 0])
-    found = {"other": [bad, good], "right": [good, bad]}
-    assert whatif.misfit(found, [[2], [0]], 1) == {"right": 0.0, "other": 2.0}
+def test_each_sequence_is_counted_by_itself(drafter, capture, sequences):
+    found = whatif.evaluate(drafter, IDS, capture, sequences, [0, 1, 2, 3], K, "cpu")
+    outputs = whatif.by_output(found, K)
+    pooled = {(row["hypothesis"], row["position"]): row for row in whatif.table(found, K)}
+    for name in NAMES:
+        assert len(outputs[name]) == 4
+        assert sum(counts[0] for counts in outputs[name]) == pooled[name, 1]["steps"]
+        for i in range(1, K + 1):
+            assert sum(counts[i] for counts in outputs[name]) == pooled[name, i]["accepted"]
 
 
 @pytest.mark.parametrize("flag", checkpoint.FLAGS)
@@ -230,4 +229,4 @@ def test_replay_served_writes_both_tables(target_folder, drafter, tmp_path):
     assert what_if.num_rows == K * len(NAMES)
     assert what_if["accepted"].to_pylist()[:K] == offline["accepted"].to_pylist()
     manifest = artefacts.read_manifest(tmp_path / "what_if.manifest.json", "what_if")
-    assert set(manifest["misfit"]) == set(NAMES)
+    assert set(manifest["by_output"]) == set(NAMES) and len(manifest["by_output"]["as-built"]) == 3
