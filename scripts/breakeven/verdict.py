@@ -345,6 +345,7 @@ class Facts:
     length: float | None = None  # served AL; from `served` where that is given
     as_built: Counts | None = None  # offline walk on the outputs of that pass
     hypotheses: Mapping[str, Counts] = field(default_factory=dict)
+    by_output: Sequence[Fitness] | None = None  # the same hypotheses output by output, see `paired`
     held_out_length: float | None = None  # offline AL at this K on held-out responses
     held_out_accuracy: Sequence[float] | None = None  # per training-time-test step, from training
     speedup: float | None = None
@@ -377,7 +378,7 @@ def judge(facts: Facts, data: Mapping[str, Any]) -> Verdict:
     """Apply the decision table. data: resources/expectations.json."""
     if set(facts.reasons) & NO_ACCEPTANCE:
         return Verdict(None, None, ["acceptance means nothing here, so no cause is sought"], [], [])
-    found = integration(facts.served, facts.as_built, facts.hypotheses)
+    found = integration(facts.served, facts.as_built, facts.hypotheses, facts.by_output)
     evidence = list(found.evidence)
     pay = what_would_pay(facts, data) if facts.rho and facts.length else []
     matrix = [fit._asdict() for fit in found.fits]
