@@ -61,6 +61,10 @@ rule measure_step_cost:
 rule step_cost:
     input:
         expand("results/stepcost/{engine}.txt", engine=config["engines"]),
+    log:
+        "logs/step_cost.log",
     localrule: True
+    conda:
+        "../envs/workflow.yaml"
     shell:
-        "cat {input}"
+        "cat {input} | tee {log}"
