@@ -85,9 +85,9 @@ def versions(name: str) -> dict[str, str]:
 def facts(python: str, name: str) -> dict[str, Any]:
     """Versions and optional flags of the engine in another interpreter, without importing the engine."""
     code = (
-        "import json, sys, sysconfig; sys.path.insert(0, sys.argv[1]); from breakeven import engines;"
+        "import json, sys; sys.path.insert(0, sys.argv[1]); from breakeven import engines;"
         f"print(json.dumps({{'versions': engines.versions({name!r}), 'optional_flags':"
-        f" sorted(engines.engine({name!r}).optional_flags(sysconfig.get_paths()['purelib']))}}))"
+        f" sorted(engines.engine({name!r}).optional_flags())}}))"
     )
     done = subprocess.run([python, "-c", code, str(Path(__file__).parents[2])], capture_output=True, text=True)
     if done.returncode != 0:
