@@ -181,10 +181,13 @@ class StepCost:
         }
 
     def at(self, k: int) -> float | None:
-        """rho at K as measured, else from the line; None where neither says anything."""
+        """rho at K as measured, else from the line; None where neither says anything.
+
+        A step with speculation contains a plain one, so a line below 1 has left the range in which it holds.
+        """
         if k in self.measured:
             return self.measured[k]
-        if self.line is None or k > 2 * max(self.measured) or self.line.at(k) <= 0:
+        if self.line is None or k > 2 * max(self.measured) or self.line.at(k) < 1:
             return None
         return self.line.at(k)
 

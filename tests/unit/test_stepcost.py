@@ -91,6 +91,7 @@ def test_step_cost_prefers_what_was_measured():
     assert cost.at(2) == pytest.approx(cost.line.at(2))
     assert cost.at(6) is not None and cost.at(7) is None  # not far beyond what was measured
     assert stepcost.StepCost([(3, 1.5)], "one").known() == {3: 1.5}
+    assert min(stepcost.StepCost([(3, 1.7), (5, 3.9)], "steep").known()) == 3  # the line is below 1 at K = 2
 
 
 def test_table_shows_what_each_k_needs():
