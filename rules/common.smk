@@ -34,6 +34,7 @@ PREPARING = 5000
 wildcard_constraints:
     arm="|".join(config["arms"]),
     drafter="|".join(TRAINED) or "none",
+    engine="|".join(config["engines"]),
     shard=r"\d{6}\d*",
     number=r"\d+",
 
@@ -98,7 +99,11 @@ def arm_python(wildcards):
 
 
 def arm_settings(wildcards):
-    engine = config["engines"][arm_of(wildcards)["engine"]]
+    return engine_settings(arm_of(wildcards)["engine"])
+
+
+def engine_settings(name):
+    engine = config["engines"][name]
     return as_json(
         {
             "startup_timeout": engine["startup_timeout"],
@@ -121,6 +126,19 @@ def arm_protocol(wildcards):
 
 def arm_prompts(wildcards):
     return config["protocols"][arm_of(wildcards)["protocol"]]["prompts"]
+
+
+def step_cost_vocabulary_option():
+    """Draft vocabulary of the random drafter: as configured, else of the first trained drafter, else the target's."""
+    sizes = [config["drafters"][name]["vocabulary_size"] for name in TRAINED]
+    size = config["stepcost"]["vocabulary_size"] or next(iter(sizes), None)
+    return f"--vocabulary-size {size}" if size else ""
+
+
+def step_cost_settings():
+    return as_json(
+        {k: v for k, v in config["stepcost"].items() if k != "vocabulary_size"}
+    )
 
 
 def checkpoint_folder(drafter):

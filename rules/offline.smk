@@ -38,6 +38,8 @@ rule replay_served:
     output:
         table="results/benchmarks/{arm}/offline.parquet",
         manifest="results/benchmarks/{arm}/offline.manifest.json",
+        what_if="results/benchmarks/{arm}/what_if.parquet",
+        what_if_manifest="results/benchmarks/{arm}/what_if.manifest.json",
     log:
         "logs/replay_served/{arm}.log",
     conda:
@@ -53,4 +55,5 @@ rule replay_served:
         device=HARDWARE,
     shell:
         "{params.python} {input.script[0]} --target results/target {params.checkpoint} --served {input.served}"
-        " --k {params.k} --device {params.device} --threads {threads} --out {output.table} > {log} 2>&1"
+        " --k {params.k} --device {params.device} --threads {threads} --out {output.table}"
+        " --what-if {output.what_if} > {log} 2>&1"

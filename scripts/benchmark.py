@@ -10,7 +10,6 @@ The server lives for this job alone. Its log is --server-log. Nothing else shoul
 """
 
 import json
-import subprocess
 from pathlib import Path
 
 from breakeven import artefacts, benchmark, chat, cli, conversations, engines, servers, tables, target
@@ -48,7 +47,7 @@ def main() -> None:
         prompt["token_ids"] = chat.render(tokenizer, prompt["messages"], kwargs)
     warm_up = chat.render(tokenizer, benchmark.WARM_UP, kwargs)
 
-    installed = engine_facts(args.engine_python, arm["engine"])
+    installed = engines.facts(args.engine_python, arm["engine"])
     port = servers.free_port()
     served_name, url = f"breakeven-{port}", f"http://127.0.0.1:{port}"
     environment = engine.environment(args.hardware) | settings.get("environment", {})
@@ -96,19 +95,6 @@ def main() -> None:
         server={"command": command, "counters": counters, "startup_s": round(startup, 1), "log": log.name},
         sanity=sanity,
     )
-
-
-def engine_facts(python: str, name: str) -> dict:
-    """Versions and optional flags of the engine in another interpreter, without importing the engine."""
-    code = (
-        "import json, sys; sys.path.insert(0, sys.argv[1]); from breakeven import engines;"
-        f"print(json.dumps({{'versions': engines.versions({name!r}), 'optional_flags':"
-        f" sorted(engines.engine({name!r}).optional_flags())}}))"
-    )
-    done = subprocess.run([python, "-c", code, str(Path(__file__).parent)], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise cli.UserError(f"{python} cannot be used for {name}: {done.stderr.strip().splitlines()[-1]}")
-    return json.loads(done.stdout)
 
 
 if __name__ == "__main__":

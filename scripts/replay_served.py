@@ -1,17 +1,20 @@
 """Offline acceptance on the very outputs that an arm served: does the engine accept what the drafter predicts?
 
     replay_served.py --target results/target --checkpoint results/drafters/own/checkpoint \\
-        --served results/benchmarks/vllm-own-k3/pass-1.parquet --k 3 --out results/benchmarks/vllm-own-k3/offline.parquet
+        --served results/benchmarks/vllm-own-k3/pass-1.parquet --k 3 --out results/benchmarks/vllm-own-k3/offline.parquet \\
+        --what-if results/benchmarks/vllm-own-k3/what_if.parquet
 
 The target is run over prompt and output, and the drafter walks over them. Served acceptance far below the walk's means
-that the integration is at fault; both low, that the drafter is.
+that the integration is at fault; both low, that the drafter is. With --what-if the walk is repeated under every fault
+hypothesis of breakeven/whatif.py; the one that fits the served acceptance names the fault.
 """
 
+import math
 from pathlib import Path
 
 import torch
 
-from breakeven import artefacts, checkpoint, cli, hidden_states, tables, target, walk
+from breakeven import artefacts, checkpoint, cli, hidden_states, tables, target, walk, whatif
 
 
 def main() -> None:
@@ -24,13 +27,17 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
     parser.add_argument("--out", required=True, type=Path, help="Parquet file to write")
+    parser.add_argument("--what-if", type=Path, help="Parquet file for the walks under each fault hypothesis")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
 
     served = artefacts.read_table(args.served, tables.BENCHMARK)
     drafter, ids = checkpoint.load(args.checkpoint, args.target, args.device)
-    capture = hidden_states.Capture(target.load_model(args.target, args.device), drafter.config.layers)
+    layers = drafter.config.layers
+    if args.what_if:
+        layers = whatif.neighbours(layers, target.text_config(args.target)["num_hidden_layers"])
+    capture = hidden_states.Capture(target.load_model(args.target, args.device), layers)
     sequences = hidden_states.InMemory(
         hidden_states.extract(
             capture,
@@ -40,18 +47,31 @@ def main() -> None:
             args.device,
         )
     )
-    found = walk.evaluate(drafter, ids, sequences, list(range(len(sequences))), args.k, args.device)
+    chosen = list(range(len(sequences)))
+    if args.what_if:
+        walks = whatif.evaluate(drafter, ids, capture, sequences, chosen, args.k, args.device)
+        found = walks[whatif.AS_BUILT]
+    else:
+        found = walk.evaluate(drafter, ids, sequences, chosen, args.k, args.device)
+    provenance = {
+        "parameters": {"k": args.k},
+        "inputs": {"served": args.served, "drafter": args.checkpoint / "config.json"},
+        "counts": {"sequences": len(sequences), "rows": sum(len(m.matched) for m in found)},
+    }
     rows = walk.table(found, [args.k], "served")
     artefacts.write_table(args.out, rows, tables.OFFLINE)
-    artefacts.write_manifest(
-        artefacts.manifest_path(args.out),
-        "offline",
-        parameters={"k": args.k},
-        inputs={"served": args.served, "drafter": args.checkpoint / "config.json"},
-        counts={"sequences": len(sequences), "rows": sum(len(m.matched) for m in found)},
-    )
+    artefacts.write_manifest(artefacts.manifest_path(args.out), "offline", **provenance)
     marginal = " ".join(f"{row['marginal']:.3f}" for row in rows)
     cli.logger.info("offline on served outputs: acceptance length %.2f, %s", rows[0]["acceptance_length"], marginal)
+    if not args.what_if:
+        return
+    rows = whatif.table(walks, args.k)
+    artefacts.write_table(args.what_if, rows, tables.WHAT_IF)
+    artefacts.write_manifest(
+        artefacts.manifest_path(args.what_if), "what_if", **provenance, by_output=whatif.by_output(walks, args.k)
+    )
+    for row in rows[:: args.k]:
+        cli.logger.info("what if %s: acceptance length %.2f", row["hypothesis"], row["acceptance_length"] or math.nan)
 
 
 if __name__ == "__main__":

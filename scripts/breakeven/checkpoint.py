@@ -15,6 +15,8 @@ from breakeven.conventions import default_layers, export_ids, family
 from breakeven.drafter import Drafter, DrafterConfig
 from breakeven.vocabulary import target_ids
 
+FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output")
+
 
 def engine_config(drafter: DrafterConfig, target_config: dict[str, Any]) -> dict[str, Any]:
     """The config.json that both engines read right.
@@ -44,6 +46,7 @@ def engine_config(drafter: DrafterConfig, target_config: dict[str, Any]) -> dict
         "bos_token_id": target_config.get("bos_token_id"),
         "eos_token_id": target_config.get("eos_token_id"),
     }
+    config |= {flag: True for flag in FLAGS if getattr(drafter, flag)}
     return config | export_ids(drafter.layers, family(target_config), target_config["num_hidden_layers"])
 
 
@@ -86,6 +89,11 @@ def read_config(folder: Path, target_folder: Path) -> DrafterConfig:
         target_config | config, config.get("draft_vocab_size") or config["vocab_size"], []
     )
     shape.layers = layers(folder, config, target_config["num_hidden_layers"])
+    nested = config.get("eagle_config") or {}
+    # Read as vLLM reads them: norm_before_fc may stand in eagle_config, the other two stand at the top level only.
+    shape.norm_before_fc = bool(nested.get("norm_before_fc", config.get("norm_before_fc", False)))
+    shape.norm_before_residual = bool(config.get("norm_before_residual", False))
+    shape.norm_output = bool(config.get("norm_output", False))
     return shape
 
 

@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from breakeven import acceptance, artefacts, stats, tables
+from breakeven import acceptance, artefacts, stats, stepcost, tables, verdict
 from breakeven.cli import UserError
 from breakeven.sanity import degenerate
+
+EXPECTATIONS = Path(__file__).parents[2] / "resources" / "expectations.json"
 
 LENGTH_DRIFT = 0.10  # mean output lengths may differ by this share
 CACHE_DRIFT = 0.05  # shares of cached prompt tokens may differ by this much
@@ -371,6 +373,77 @@ def offline_walk(arm: Arm, offline: Mapping[str, pd.DataFrame]) -> pd.DataFrame 
     return None
 
 
+def read_what_if(paths: Mapping[str, Path | str]) -> dict[str, pd.DataFrame]:
+    """The what-if matrices, tables.WHAT_IF as data frames, by the name of an arm."""
+    found = {}
+    for name, path in paths.items():
+        rows = artefacts.read_table(path, tables.WHAT_IF).to_pandas()
+        unknown = set(rows["hypothesis"]) - {verdict.AS_BUILT, *verdict.FAULTS}
+        if unknown:
+            raise UserError(f"{path}: hypothesis {min(unknown)!r} is not known; known: {', '.join(verdict.FAULTS)}")
+        if verdict.AS_BUILT not in set(rows["hypothesis"]):
+            raise UserError(f"{path}: there is no row of hypothesis {verdict.AS_BUILT!r}; make the table again")
+        found[name] = rows
+    return found
+
+
+@dataclass
+class Measured:
+    """A step-cost table (tables.STEP_COST) and the manifest that says where it was measured."""
+
+    rows: pd.DataFrame
+    manifest: dict[str, Any]
+
+
+def read_step_cost(paths: Mapping[str, Path | str]) -> dict[str, Measured]:
+    """The step-cost tables with their manifests, by engine; an impossible rho is a UserError."""
+    found = {}
+    for engine, path in paths.items():
+        rows = artefacts.read_table(path, tables.STEP_COST).to_pandas()
+        rows = rows[rows["engine"] == engine]
+        if rows.empty:
+            raise UserError(f"{path}: no row for engine {engine!r}; name the engine whose step cost it holds")
+        odd = rows[~((rows["k"] >= 1) & (rows["rho"] > 0) & np.isfinite(rows["rho"]))]
+        if len(odd):
+            raise UserError(f"{path}: K {odd['k'].iloc[0]} has rho {odd['rho'].iloc[0]}; measure the step cost again")
+        manifest_path = artefacts.manifest_path(path)
+        manifest = artefacts.read_manifest(manifest_path, "stepcost")
+        for key in ("machine", "versions", "parameters"):
+            if not isinstance(manifest.get(key), dict):
+                raise UserError(f"{manifest_path}: key {key!r} is missing; measure the step cost again")
+        found[engine] = Measured(rows, manifest)
+    return found
+
+
+def step_cost_of(arm: Arm, step_cost: Mapping[str, Measured]) -> tuple[stepcost.StepCost | None, list[str]]:
+    """rho(K) as measured apart from the arms, on the arm's machine, version and flags; else None and why."""
+    measured = step_cost.get(arm.parameters["engine"])
+    if measured is None or not arm.speculates:
+        return None, []
+    mine, manifest = arm.identity, measured.manifest
+    other = {
+        "machine": (mine["other-machine"], manifest["machine"].get("fingerprint")),
+        "version": (mine["other-version"], manifest["versions"]),
+        "flags or environment": (
+            mine["other-flags"],
+            {key: manifest["parameters"].get(key) or {} for key in ("flags", "environment")},
+        ),
+    }
+    differ = [name for name, (a, b) in other.items() if a != b]
+    if differ:
+        return None, [f"the step cost was measured with another {' and '.join(differ)}, so no speed-up is predicted"]
+    concurrency = int(arm.protocol.get("concurrency") or 1)
+    rows = measured.rows[measured.rows["concurrency"] == concurrency]
+    if rows.empty:
+        return None, [f"the step cost was not measured at concurrency {concurrency}, so no speed-up is predicted"]
+    return stepcost.StepCost(list(zip(rows["k"], rows["rho"], strict=True)), "step cost"), []
+
+
+def read_drafters(paths: Mapping[str, Path | str]) -> dict[str, dict[str, Any]]:
+    """The manifests of trained drafters, by name."""
+    return {name: artefacts.read_manifest(path, "drafter") for name, path in paths.items()}
+
+
 @dataclass
 class Comparison:
     """The result: rows of the three tables, and by arm what the summary's columns cannot hold."""
@@ -381,15 +454,27 @@ class Comparison:
     details: dict[str, dict[str, Any]]
 
 
-def compare(arms: Sequence[Arm], offline: Mapping[str, pd.DataFrame] | None = None) -> Comparison:
-    """Compare arms; pure, so that it can be called on measurements from anywhere."""
+def compare(
+    arms: Sequence[Arm],
+    offline: Mapping[str, pd.DataFrame] | None = None,
+    what_if: Mapping[str, pd.DataFrame] | None = None,
+    step_cost: Mapping[str, Measured] | None = None,
+    drafters: Mapping[str, Mapping[str, Any]] | None = None,
+    expectations: Mapping[str, Any] | None = None,
+) -> Comparison:
+    """Compare arms; pure, so that it can be called on measurements from anywhere.
+
+    offline, what_if: by arm (offline also by drafter). step_cost: by engine. drafters: manifests by drafter.
+    expectations: resources/expectations.json, read there if not given.
+    """
+    expectations = expectations or artefacts.read_json(EXPECTATIONS)
     result = Comparison([], [], [], {})
     for arm in arms:
         walk = offline_walk(arm, offline or {})
         reasons = own_reasons(arm)
         baseline, warnings, speedup, lossless = None, [], None, None
         if not arm.speculates:
-            verdict = "baseline"
+            label = "baseline"
             warnings += reasons  # a baseline is never refused itself, the arms paired with it are
             reasons, lossless = [], losslessness(arm, arm)
         else:
@@ -399,13 +484,20 @@ def compare(arms: Sequence[Arm], offline: Mapping[str, pd.DataFrame] | None = No
                 lossless = losslessness(arm, baseline)
                 reasons += pair_reasons(arm, baseline)
                 reasons += [reason for reason in own_reasons(baseline) if reason not in reasons]
-            verdict = "refused"
+            label = "refused"
         if arm.speculates and not reasons:
             prompts = sorted(set(arm.requests["prompt_id"]))
             speedup = stats.compare(arm.rates(prompts), baseline.rates(prompts))
-            verdict = str(speedup.verdict)
-        warnings += warnings_of(arm, baseline, lossless)
-        result.summary.append(_summary_row(arm, baseline, speedup, walk, lossless, verdict, reasons))
+            label = str(speedup.verdict)
+        cost, remarks = step_cost_of(arm, step_cost or {})
+        warnings += warnings_of(arm, baseline, lossless) + remarks
+        row = _summary_row(arm, baseline, speedup, walk, lossless, label, reasons)
+        row["predicted_rho"] = cost.at(arm.k) if cost else None
+        if row["predicted_rho"] and row["offline_acceptance_length"]:
+            row["predicted_speedup"] = stepcost.predicted_speedup(
+                row["offline_acceptance_length"], row["predicted_rho"]
+            )
+        result.summary.append(row)
         if not is_random(arm):
             result.acceptance += _acceptance_rows(arm, walk)
         result.requests += _request_rows(arm, baseline, refused=bool(reasons))
@@ -421,7 +513,106 @@ def compare(arms: Sequence[Arm], offline: Mapping[str, pd.DataFrame] | None = No
             "versions": next(iter(arm.manifests.values()))["versions"],
             "machine": dict(next(iter(arm.manifests.values()))["machine"].items()),
         }
+    for arm, row in zip(arms, result.summary, strict=True):
+        row |= {"cause": None, "fault": None, "predicted_speedup": row.get("predicted_speedup")}
+        if arm.speculates:
+            facts = facts_of(arm, row, result, offline or {}, what_if or {}, step_cost or {}, drafters or {})
+            found = verdict.judge(facts, expectations)
+            row |= {"cause": found.cause, "fault": found.fault}
+            result.details[arm.name] |= {
+                "evidence": found.evidence,
+                "pay": found.pay,
+                "hypotheses": [{key: _finite_or(value) for key, value in fit.items()} for fit in found.hypotheses],
+            }
+        del row["predicted_rho"]
     return result
+
+
+def _finite_or(value: Any) -> Any:
+    return _finite(value) if isinstance(value, float) else value
+
+
+def facts_of(
+    arm: Arm,
+    row: Mapping[str, Any],
+    result: Comparison,
+    offline: Mapping[str, pd.DataFrame],
+    what_if: Mapping[str, pd.DataFrame],
+    step_cost: Mapping[str, Measured],
+    drafters: Mapping[str, Mapping[str, Any]],
+) -> verdict.Facts:
+    """What the verdict on one arm is made of."""
+    drafter = arm.parameters.get("drafter")
+    reasons = result.details[arm.name]["reasons"]
+    sound = not set(reasons) & verdict.NO_ACCEPTANCE
+    served_walk = offline.get(arm.name)
+    held_out = offline.get(drafter)
+    matrix = what_if.get(arm.name)
+    hypotheses = {}
+    if matrix is not None:
+        groups = matrix[matrix["k"] == arm.k].groupby("hypothesis")
+        hypotheses = {name: counts_of(rows, f"hypothesis {name} of arm {arm.name}") for name, rows in groups}
+    as_built = None
+    if served_walk is not None and (served_walk["k"] == arm.k).any():
+        as_built = counts_of(served_walk[served_walk["k"] == arm.k], f"offline walk of arm {arm.name}")
+    length = None
+    if held_out is not None and (held_out["k"] == arm.k).any():
+        length = _finite(held_out[held_out["k"] == arm.k]["acceptance_length"].iloc[0])
+    manifest = drafters.get(drafter) or {}
+    counts = manifest.get("counts") or {}
+    flags = {str(key).replace("_", "-") for key, value in (arm.parameters.get("flags") or {}).items() if value}
+    cost, _ = step_cost_of(arm, step_cost)
+    return verdict.Facts(
+        label=row["verdict"],
+        k=arm.k,
+        served=served_counts(arm) if sound else None,
+        length=row["acceptance_length"],
+        as_built=as_built,
+        hypotheses=hypotheses,
+        held_out_length=length,
+        held_out_accuracy=(manifest.get("held_out") or {}).get("accuracy"),
+        speedup=row["speedup"],
+        speedup_high=row["speedup_high"],
+        rho=row["rho"],
+        cost=cost or cost_from_arms(row, result.summary),
+        predicted_rho=row["predicted_rho"],
+        samples=counts.get("training_sequences"),
+        response_tokens=counts.get("training_response_tokens"),
+        graphs_off=bool(flags & {"enforce-eager", "disable-cuda-graph"})
+        and bool(next(iter(arm.manifests.values()))["machine"].get("gpu")),
+        reasons=reasons,
+    )
+
+
+def served_counts(arm: Arm) -> verdict.Counts | None:
+    """Acceptance counts of the arm's first pass, the one that is walked offline; None where none were recorded."""
+    first = arm.requests[arm.requests["pass_number"] == min(arm.manifests)]
+    rows = first[first["steps"].notna() & first["accepted_per_position"].notna()]
+    if rows.empty or not arm.k or len(rows) < len(first):
+        return None
+    accepted = [sum(int(row[i]) for row in rows["accepted_per_position"] if i < len(row)) for i in range(arm.k)]
+    return verdict.Counts(int(rows["steps"].sum()), tuple(accepted))
+
+
+def counts_of(rows: pd.DataFrame, what: str) -> verdict.Counts:
+    """Counts of one walk (rows of one K and hypothesis, one per position); impossible ones are a UserError."""
+    rows = rows.sort_values("position")
+    if rows["position"].tolist() != list(range(1, int(rows["k"].iloc[0]) + 1)) or rows["steps"].nunique() != 1:
+        raise UserError(f"{what}: there must be one row for each position 1 to K, all with the same steps")
+    try:
+        return verdict.Counts(int(rows["steps"].iloc[0]), tuple(int(n) for n in rows["accepted"]))
+    except acceptance.ImpossibleCounts as error:
+        raise UserError(f"{what}: {error}; make the table again") from None
+
+
+def cost_from_arms(row: Mapping[str, Any], summary: Sequence[Mapping[str, Any]]) -> stepcost.StepCost | None:
+    """rho by K from the arms that share this arm's drafter and baseline; None where no rho is known."""
+    points = [
+        (other["k"], other["rho"])
+        for other in summary
+        if other["rho"] and other["baseline"] == row["baseline"] and other["drafter"] == row["drafter"]
+    ]
+    return stepcost.StepCost(points, "arms of this run") if points and row["rho"] else None
 
 
 def warnings_of(arm: Arm, baseline: Arm | None, lossless: Mapping[str, Any] | None) -> list[str]:
@@ -462,11 +653,11 @@ def _mean_over_prompts(arm: Arm, column: str) -> float | None:
     return _finite(arm.requests.groupby("prompt_id")[column].mean().mean())
 
 
-def _summary_row(arm, baseline, speedup, walk, lossless, verdict, reasons) -> dict[str, Any]:
+def _summary_row(arm, baseline, speedup, walk, lossless, label, reasons) -> dict[str, Any]:
     length = None if is_random(arm) else _finite(arm.acceptance_length)
-    ratio = 1.0 if verdict == "baseline" else _finite(speedup.speedup) if speedup else None
+    ratio = 1.0 if label == "baseline" else _finite(speedup.speedup) if speedup else None
     bounded = speedup is not None and math.isfinite(speedup.high)
-    if verdict == "baseline":
+    if label == "baseline":
         identical = lossless["control"] if lossless else None
     else:
         identical = lossless["identical"] if lossless else None
@@ -476,20 +667,20 @@ def _summary_row(arm, baseline, speedup, walk, lossless, verdict, reasons) -> di
         "drafter": arm.parameters.get("drafter"),
         "k": arm.k,
         "protocol": arm.protocol["name"],
-        "baseline": baseline.name if baseline is not None else arm.name if verdict == "baseline" else None,
+        "baseline": baseline.name if baseline is not None else arm.name if label == "baseline" else None,
         "prompts": arm.requests["prompt_id"].nunique(),
         "passes": len(arm.manifests),
         "tokens_per_second": _mean_over_prompts(arm, "rate"),
         "tokens_per_second_e2e": _mean_over_prompts(arm, "rate_e2e"),
         "ttft_s": _mean_over_prompts(arm, "ttft_s"),
         "speedup": ratio,
-        "speedup_low": 1.0 if verdict == "baseline" else float(speedup.low) if bounded else None,
-        "speedup_high": 1.0 if verdict == "baseline" else float(speedup.high) if bounded else None,
+        "speedup_low": 1.0 if label == "baseline" else float(speedup.low) if bounded else None,
+        "speedup_high": 1.0 if label == "baseline" else float(speedup.high) if bounded else None,
         "acceptance_length": length,
         "offline_acceptance_length": None if walk is None else float(walk["acceptance_length"].iloc[0]),
         "rho": length / ratio if length and ratio and arm.speculates else None,
         "identical_outputs": identical,
-        "verdict": verdict,
+        "verdict": label,
         "reason": "; ".join(reasons) or None,
     }
 
@@ -569,16 +760,27 @@ def run(
     acceptance_out: Path | str,
     requests: Path | str,
     passes: Mapping[str, int] | None = None,
+    what_if: Mapping[str, Path | str] | None = None,
+    step_cost: Mapping[str, Path | str] | None = None,
+    drafters: Mapping[str, Path | str] | None = None,
+    expectations: Path | str = EXPECTATIONS,
 ) -> Comparison:
     """Read the arms, compare them, write the three tables and, beside the summary, its manifest."""
     if len(set(names)) != len(names):
         raise UserError(f"--arms: an arm is named twice in {' '.join(names)}; name each once")
+    what_if, step_cost, drafters = what_if or {}, step_cost or {}, drafters or {}
+    unknown = set(what_if) - set(names)
+    if unknown:
+        raise UserError(f"--what-if {min(unknown)}: no such arm; the arms are {', '.join(names)}")
     arms = [read_arm(benchmarks, name, (passes or {}).get(name)) for name in names]
-    result = compare(arms, read_offline(offline))
+    result = compare(
+        arms, read_offline(offline), read_what_if(what_if), read_step_cost(step_cost), read_drafters(drafters),
+        artefacts.read_json(expectations),
+    )  # fmt: skip
     artefacts.write_table(requests, result.requests, tables.REQUESTS)
     artefacts.write_table(acceptance_out, result.acceptance, tables.ACCEPTANCE)
     artefacts.write_table(summary, result.summary, tables.SUMMARY)
-    verdicts = [row["verdict"] for row in result.summary]
+    labels = [row["verdict"] for row in result.summary]
     artefacts.write_manifest(
         artefacts.manifest_path(summary),
         "comparison",
@@ -588,9 +790,13 @@ def run(
             "cache_drift": CACHE_DRIFT,
             "degenerate_share": DEGENERATE_SHARE,
         },
-        inputs={f"offline/{name}": path for name, path in offline.items()}
+        inputs={"expectations": expectations}
+        | {f"offline/{name}": path for name, path in offline.items()}
+        | {f"what-if/{name}": path for name, path in what_if.items()}
+        | {f"stepcost/{name}": path for name, path in step_cost.items()}
+        | {f"drafter/{name}": path for name, path in drafters.items()}
         | {name: path for arm in arms for name, path in arm.files.items()},
-        counts={"arms": len(arms)} | {verdict: verdicts.count(verdict) for verdict in sorted(set(verdicts))},
+        counts={"arms": len(arms)} | {label: labels.count(label) for label in sorted(set(labels))},
         arms=result.details,
     )
     return result

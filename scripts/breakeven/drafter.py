@@ -41,6 +41,10 @@ class DrafterConfig:
     rope_scaling: dict[str, Any] | None
     max_position_embeddings: int
     hidden_act: str = "silu"
+    # Variants that published drafters use and `load` honours; those trained here have none (docs/design.md, section 5).
+    norm_before_residual: bool = False  # the residual is the normed features
+    norm_before_fc: bool = False  # one norm over all target hidden states before fc
+    norm_output: bool = False  # the next step's features are the layer's output after the final norm
 
     @classmethod
     def from_target(cls, config: dict[str, Any], draft_vocab_size: int, layers: list[int]) -> "DrafterConfig":
@@ -186,7 +190,9 @@ class Drafter(nn.Module):
     def __init__(self, config: DrafterConfig, embeddings: Tensor):
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(len(config.layers) * config.hidden_size, config.hidden_size, bias=False)
+        width = len(config.layers) * config.hidden_size
+        self.input_norm = RMSNorm(width, config.rms_norm_eps) if config.norm_before_fc else nn.Identity()
+        self.fc = nn.Linear(width, config.hidden_size, bias=False)
         self.midlayer = Layer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -199,11 +205,11 @@ class Drafter(nn.Module):
 
     def fuse(self, features: Tensor) -> Tensor:
         """Target hidden states [B, T, A, H] -> fused features [B, T, H]."""
-        return self.fc(features.flatten(-2).to(self.dtype))
+        return self.fc(self.input_norm(features.flatten(-2).to(self.dtype)))
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
+        return self.lm_head.weight.dtype
 
     def step(self, tokens: Tensor, features: Tensor, context: Context | None, first_row: int) -> tuple[Tensor, Context]:
         """One draft step for a suffix of rows.
@@ -217,8 +223,13 @@ class Drafter(nn.Module):
         t = 0 if context is None else len(context.keys)
         start = 0 if context is None else first_row
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device) + t
+        if self.config.norm_output and t > 0:
+            features = self.norm(features)
         embedded = F.embedding(tokens, self.embed_tokens).to(features.dtype)
-        x = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(features)], dim=-1)
+        normed = layer.hidden_norm(features)
+        if self.config.norm_before_residual:
+            features = normed
+        x = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
         q, k, v = attention.project(x, self.rotary, positions)
         if context is None:
             context = Context([k], [v])

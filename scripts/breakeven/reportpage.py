@@ -1,8 +1,7 @@
 """The comparison report: one self-contained HTML page and the figures that `snakemake --report` embeds.
 
 Everything is read from the comparison's tables and from manifests; nothing is computed here but what the reference case
-needs, which has no tables. Columns that a later stage adds to the summary (cause, fault, predicted_speedup) are shown
-where they are there.
+needs, which has no tables.
 """
 
 import base64
@@ -519,6 +518,7 @@ def render(page: Page, images: Sequence[Mapping[str, str]], template: Path | str
         acceptance_image=images[1],
         per_prompt=per_prompt(page),
         settings=settings(page),
+        reasoned=[row for row in page.speculating if row["details"].get("evidence")],
         causes=any(row.get("cause") for row in page.rows),
         predictions=any(row.get("predicted_speedup") is not None for row in page.rows),
     )

@@ -9,11 +9,14 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import psutil
 import requests
 
 from breakeven.cli import UserError, logger
+from breakeven.engines import Speculation
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S = 20.0
@@ -33,6 +36,30 @@ def log_tail(path: Path, lines: int = 25) -> str:
         return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
     except OSError:
         return "(no log)"
+
+
+@contextlib.contextmanager
+def speculating(
+    engine: ModuleType,
+    python: str,
+    target: Path | str,
+    speculation: Speculation,
+    settings: dict[str, Any],
+    supported: set[str],
+    hardware: str,
+    log: Path,
+) -> Iterator[tuple[str, str]]:
+    """Serve a target with one way of speculating for the length of a `with` block; yields (url, served name).
+
+    settings: flags, environment, startup_timeout, as in the config's `engines.NAME`; supported: see the engine's
+    `optional_flags`.
+    """
+    port = free_port()
+    name, url = f"breakeven-{port}", f"http://127.0.0.1:{port}"
+    environment = engine.environment(hardware) | settings.get("environment", {})
+    command = engine.command(python, str(target), name, port, speculation, settings.get("flags", {}), supported)
+    with serve(command, environment, log, url, name, settings.get("startup_timeout", 900)):
+        yield url, name
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ together therefore err in fewer than 5 %, whichever it is.
 All functions work on the last one or two axes, so that many experiments can be simulated at once.
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,9 @@ MINIMUM_PROMPTS = 5
 
 FLOOR_CONFIDENCE = 0.975
 """Of the noise floor: with 95 %, experiments with nothing but pass effects would sit right at 5 % false verdicts."""
+
+INTERIM_CONFIDENCE = 0.995
+"""Of both hurdles before the last pass (`enough`)."""
 
 
 class Speedup(NamedTuple):
@@ -80,13 +84,19 @@ def bootstrap_interval(
     n = values.shape[-1]
     if n < 2:
         raise ValueError(f"an interval needs at least two values, there are {n}")
-    rng = np.random.default_rng(seed)
-    weights = rng.multinomial(n, np.full(n, 1 / n), size=resamples) / n
-    smoothing = rng.standard_normal(resamples) / n
+    weights, smoothing = _resampling(n, resamples, seed)
     means = values @ weights.T + values.std(-1, ddof=1)[..., None] * smoothing
     tail = special.ndtr(-special.stdtrit(n - 1, 0.5 + confidence / 2))
     low, high = np.quantile(means, [tail, 1 - tail], axis=-1)
     return low, high
+
+
+@functools.lru_cache(maxsize=8)
+def _resampling(n: int, resamples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Weights [resamples, n] of the values in each resample, and its smoothing in standard deviations of the values."""
+    rng = np.random.default_rng(seed)
+    weights = rng.multinomial(n, np.full(n, 1 / n), size=resamples) / n
+    return weights, rng.standard_normal(resamples) / n
 
 
 def noise_floor(arm: np.ndarray, baseline: np.ndarray, confidence: float = FLOOR_CONFIDENCE) -> np.ndarray:
@@ -129,3 +139,25 @@ def compare(arm: np.ndarray, baseline: np.ndarray, confidence: float = 0.95, see
         low, high = bootstrap_interval(ratios, confidence, seed=seed)
     floor = noise_floor(arm, baseline)
     return Speedup(np.exp(effect), np.exp(low), np.exp(high), floor, verdict(effect, low, high, floor))
+
+
+def enough(arm: np.ndarray, baseline: np.ndarray, max_passes: int, confidence: float = INTERIM_CONFIDENCE) -> bool:
+    """May the passes stop here? Yes at max_passes, or where the verdict is decided under a stricter rule.
+
+    Looking after every pass and stopping at the first decision errs more often than one look at the end. Haybittle and
+    Peto's remedy: interim looks use a stricter level (both hurdles at `confidence`), so that they spend next to nothing
+    of the 5 %, and the last look the ordinary one (Haybittle 1971, Br. J. Radiol. 44, 793-797). A verdict that passes
+    the stricter rule also passes `compare`, which is what is reported. Simulated false decisions over up to six looks,
+    identical servers: at most 4 % (tests/unit/test_stats.py holds 5 %). An "undecided" is never final before max_passes.
+
+    arm, baseline: rates [prompts, passes] so far; an unequal number of passes counts as the smaller one.
+    """
+    arm, baseline = np.asarray(arm, dtype=np.float64), np.asarray(baseline, dtype=np.float64)
+    passes = min(arm.shape[-1], baseline.shape[-1])
+    if passes >= max_passes:
+        return True
+    ratios = log_ratios(arm, baseline)
+    if passes < 2 or ratios.shape[-1] < MINIMUM_PROMPTS:
+        return False
+    low, high = bootstrap_interval(ratios, confidence)
+    return bool(verdict(ratios.mean(-1), low, high, noise_floor(arm, baseline, confidence)) != "undecided")

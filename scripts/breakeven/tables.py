@@ -70,6 +70,39 @@ OFFLINE = pa.schema(
     ]
 )
 
+# results/benchmarks/{arm}/what_if.parquet: the walk on an arm's served outputs under each fault hypothesis.
+WHAT_IF = pa.schema(
+    [
+        ("hypothesis", pa.string()),  # as-built | layers-minus-1 | ...: whatif.py, verdict.FAULTS
+        ("k", pa.int32()),
+        ("position", pa.int32()),  # 1 ... K
+        ("steps", pa.int64()),
+        ("accepted", pa.int64()),  # steps whose draft was accepted up to and including this position
+        ("marginal", pa.float64()),
+        ("acceptance_length", pa.float64()),  # of the whole walk, bonus included
+    ]
+)
+
+# results/stepcost/{engine}.parquet: time of a step with and without speculation, one row per K, concurrency and repeat.
+STEP_COST = pa.schema(
+    [
+        ("engine", pa.string()),
+        ("k", pa.int32()),  # drafted tokens per step, 1 or more
+        ("concurrency", pa.int32()),
+        ("repeat", pa.int32()),
+        ("step_s", pa.float64()),  # a step with speculation: geometric mean over rounds (steptimes.py)
+        ("step_low", pa.float64()),  # its 95 % interval
+        ("step_high", pa.float64()),
+        ("plain_step_s", pa.float64()),  # a step without
+        ("rho", pa.float64()),  # step_s / plain_step_s
+        ("rho_low", pa.float64()),  # 95 % over rounds, and over the plain servers before and after
+        ("rho_high", pa.float64()),
+        ("acceptance_length", pa.float64()),  # of the random drafter, as measured
+        ("steps", pa.int64()),
+        ("requests", pa.int64()),
+    ]
+)
+
 # results/benchmarks/{arm}/pass-*.parquet: one row per measured request.
 BENCHMARK = pa.schema(
     [
@@ -113,7 +146,10 @@ SUMMARY = pa.schema(
         ("offline_acceptance_length", pa.float64()),
         ("rho", pa.float64()),  # acceptance_length / speedup = break-even acceptance length
         ("identical_outputs", pa.float64()),  # share of prompts with the same token ids as the baseline
+        ("predicted_speedup", pa.float64()),  # offline AL / rho, rho measured apart from this arm; null without
         ("verdict", pa.string()),  # baseline | faster | slower | undecided | refused
+        ("cause", pa.string()),  # integration | integration or distribution | training | cost | mixed; null: nothing
+        ("fault", pa.string()),  # what exactly: hypotheses that explain the counts, or distribution; else null
         ("reason", pa.string()),  # why it was refused, else null
     ]
 )

@@ -117,3 +117,52 @@ def write_offline(path: Path, k: int = 3, conditional=(0.60, 0.66, 0.75), prompt
     ]
     artefacts.write_table(path, rows, tables.OFFLINE)
     return path
+
+
+def write_walk(path: Path, counts: dict[str, tuple[int, list[int]]], schema=tables.WHAT_IF) -> Path:
+    """Write walks by hypothesis, (steps, accepted per position), as a what-if or (the only one) an offline table."""
+    rows = [
+        {
+            "hypothesis": name,
+            "prompts": "served",
+            "k": len(accepted),
+            "position": i + 1,
+            "steps": steps,
+            "accepted": n,
+            "marginal": n / steps,
+            "conditional": n / max(([steps, *accepted])[i], 1),
+            "acceptance_length": 1 + sum(accepted) / steps,
+        }
+        for name, (steps, accepted) in counts.items()
+        for i, n in enumerate(accepted)
+    ]
+    artefacts.write_table(path, [{key: row[key] for key in schema.names} for row in rows], schema)
+    return path
+
+
+def write_step_cost(path: Path, rho: dict[int, float], spec: dict, **changes) -> Path:
+    """Write a step-cost table measured on the machine, version and flags of an arm."""
+    rows = [
+        {
+            "engine": spec["parameters"]["engine"],
+            "k": k,
+            "concurrency": 1,
+            "repeat": 1,
+            "step_s": 0.03 * value,
+            "plain_step_s": 0.03,
+            "rho": value,
+        }
+        for k, value in rho.items()
+    ]
+    artefacts.write_table(path, rows, tables.STEP_COST)
+    artefacts.write_manifest(
+        artefacts.manifest_path(path),
+        "stepcost",
+        **{
+            "parameters": {key: spec["parameters"][key] for key in ("engine", "flags", "environment")},
+            "versions": spec["versions"],
+            "machine": spec["machine"],
+        }
+        | changes,
+    )
+    return path

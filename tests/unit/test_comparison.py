@@ -1,8 +1,11 @@
+import json
 import math
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 
 import benchmark_files as files
@@ -304,3 +307,151 @@ def test_a_prompt_measured_twice_is_an_error(tmp_path, specs):
     files.write(tmp_path, specs[0])
     with pytest.raises(UserError, match="measured twice"):
         comparison.read_arm(tmp_path, "vllm-none")
+
+
+# The verdict's cause
+
+
+def long(spec, prompts=20):
+    """So many prompts that a pass has enough verification steps."""
+    spec["prompts"] = [f"prompt-{i}" for i in range(prompts)]
+    return spec
+
+
+def judged(folder, base, arm, conditional, hypotheses=None, **more):
+    """Compare two arms with a served walk of this conditional acceptance; the arm's row and details."""
+    for spec in (base, arm):
+        files.write(folder, spec)
+    arms = [comparison.read_arm(folder, spec["parameters"]["arm"]) for spec in (base, arm)]
+    served = comparison.served_counts(arms[1])
+    name = arms[1].name
+
+    def walk(curve):
+        marginal = np.cumprod(curve)
+        steps = round(served.tokens / (1 + marginal.sum()))
+        return steps, [int(steps * m) for m in marginal]
+
+    walks = {"as-built": walk(conditional)} | {key: walk(curve) for key, curve in (hypotheses or {}).items()}
+    offline = {name: files.write_walk(folder / "walk.parquet", {"as-built": walks["as-built"]}, tables.OFFLINE)}
+    what_if = {name: files.write_walk(folder / "what-if.parquet", walks)} if hypotheses else {}
+    result = comparison.compare(arms, comparison.read_offline(offline), comparison.read_what_if(what_if), **more)
+    return result.summary[1], result.details[name]
+
+
+FAST = (0.60, 0.66, 0.75)
+
+
+def test_as_built_and_faster_is_nobodys_fault(tmp_path, specs):
+    base, arm = map(long, specs)
+    row, details = judged(
+        tmp_path, base, arm, FAST, {"theta-10000": (0.58, 0.40, 0.35), "fc-skipped": (0.02, 0.1, 0.1)}
+    )
+    assert (row["verdict"], row["cause"], row["fault"]) == ("faster", None, None)
+    assert details["evidence"][0].startswith("served as built") and len(details["hypotheses"]) == 3
+
+
+def test_a_planted_fault_is_named(tmp_path, specs):
+    base, arm = map(long, specs)
+    arm |= {"conditional": [0.02, 0.1, 0.1], "rate": 24.0}
+    row, details = judged(tmp_path, base, arm, FAST, {"theta-10000": (0.58, 0.5, 0.5), "fc-skipped": (0.02, 0.1, 0.1)})
+    assert (row["verdict"], row["cause"], row["fault"]) == ("slower", "integration", "fc-skipped")
+    assert details["pay"] and any("fc is skipped" in sentence for sentence in details["evidence"])
+    json.dumps(details, allow_nan=False)
+
+
+def test_only_the_first_pass_counts_as_evidence(tmp_path, specs):
+    """Greedy passes are copies: three of them are not three times the steps."""
+    base, arm = map(long, specs)
+    files.write(tmp_path, arm)
+    whole = comparison.read_arm(tmp_path, arm["parameters"]["arm"])
+    assert comparison.served_counts(whole).steps < 0.4 * whole.total("steps")
+
+
+def test_prediction_needs_a_step_cost_of_the_same_machine(tmp_path, specs):
+    base, arm = map(long, specs)
+    path = files.write_step_cost(tmp_path / "vllm.parquet", {1: 1.2, 3: 1.5}, base)
+    cost = comparison.read_step_cost({"vllm": path})
+    row, _ = judged(tmp_path, base, arm, FAST, step_cost=cost)
+    assert row["predicted_speedup"] == pytest.approx((1 + 0.6 + 0.396 + 0.297) / 1.5, rel=0.01)
+    other = base["machine"] | {"fingerprint": "another"}
+    path = files.write_step_cost(tmp_path / "other.parquet", {1: 1.2, 3: 1.5}, base, machine=other)
+    row, details = judged(tmp_path, base, arm, FAST, step_cost=comparison.read_step_cost({"vllm": path}))
+    assert row["predicted_speedup"] is None and "another machine" in " ".join(details["warnings"])
+    row, _ = judged(tmp_path, base, arm, FAST)
+    assert row["predicted_speedup"] is None
+
+
+def test_the_best_k_comes_from_the_arms_where_nothing_else_is_known(tmp_path, specs):
+    base, arm = map(long, specs)
+    shallow = long(files.default("vllm-own-k1", k=1, drafter="own", rate=42.0))
+    arm["rate"] = 24.0
+    for spec in (base, arm, shallow):
+        files.write(tmp_path, spec)
+    arms = [comparison.read_arm(tmp_path, spec["parameters"]["arm"]) for spec in (base, arm, shallow)]
+    result = comparison.compare(arms)
+    row = next(row for row in result.details["vllm-own-k3"]["pay"] if row["change"] == "K")
+    assert row["needed"] == "1" and "arms of this run" in row["note"]
+
+
+def test_training_data_is_read_from_the_drafters_manifest(tmp_path, specs):
+    base, arm = map(long, specs)
+    arm |= {"conditional": [0.3, 0.2, 0.2], "rate": 28.0}
+    manifest = {
+        "counts": {"training_sequences": 450, "training_response_tokens": 63_000},
+        "held_out": {"accuracy": [0.35, 0.3, 0.2]},
+    }
+    row, details = judged(tmp_path, base, arm, (0.3, 0.2, 0.2), drafters={"own": manifest})
+    text = " ".join(details["evidence"])
+    assert row["cause"] == "training"
+    assert "450 samples" in text and "63,000 response tokens" in text and "0.35, 0.30, 0.20" in text
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda walks: walks.update({"my-own": walks["as-built"]}), "hypothesis 'my-own' is not known"),
+        (lambda walks: walks.update({"theta-10000": walks.pop("as-built")}), "no row of hypothesis 'as-built'"),
+    ],
+)
+def test_a_bad_what_if_table_is_an_error(tmp_path, change, message):
+    walks = {"as-built": (100, [60, 40, 30])}
+    change(walks)
+    with pytest.raises(UserError, match=message):
+        comparison.read_what_if({"a": files.write_walk(tmp_path / "what-if.parquet", walks)})
+
+
+def test_impossible_walks_and_step_costs_are_errors(tmp_path, specs):
+    base, arm = map(long, specs)
+    with pytest.raises(UserError, match="position 2 accepted more often"):
+        rows = pd.DataFrame({"k": [2, 2], "position": [1, 2], "steps": [10, 10], "accepted": [3, 4]})
+        comparison.counts_of(rows, "walk")
+    with pytest.raises(UserError, match="one row for each position"):
+        comparison.counts_of(rows[:1], "walk")
+    path = files.write_step_cost(tmp_path / "vllm.parquet", {1: -1.0}, base)
+    with pytest.raises(UserError, match="rho -1.0"):
+        comparison.read_step_cost({"vllm": path})
+    with pytest.raises(UserError, match="no row for engine 'sglang'"):
+        comparison.read_step_cost({"sglang": path})
+
+
+def test_script_with_what_if_and_step_cost(tmp_path, specs):
+    base, arm = map(long, specs)
+    arm |= {"conditional": [0.02, 0.1, 0.1], "rate": 24.0}
+    judged(tmp_path, base, arm, FAST, {"fc-skipped": (0.02, 0.1, 0.1)})
+    files.write_step_cost(tmp_path / "vllm.parquet", {1: 1.2, 3: 1.5}, base)
+    command = [
+        sys.executable, ROOT / "scripts" / "compare.py", "--benchmarks", tmp_path, "--arms", "vllm-none", "vllm-own-k3",
+        "--offline", f"vllm-own-k3={tmp_path / 'walk.parquet'}", "--what-if", f"vllm-own-k3={tmp_path / 'what-if.parquet'}",
+        "--stepcost", f"vllm={tmp_path / 'vllm.parquet'}", "--out", tmp_path / "summary.parquet",
+        "--acceptance", tmp_path / "acceptance.parquet", "--requests", tmp_path / "requests.parquet",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "cause: integration (fc-skipped)" in done.stderr
+    row = artefacts.read_table(tmp_path / "summary.parquet", tables.SUMMARY).to_pylist()[1]
+    assert (row["cause"], row["fault"]) == ("integration", "fc-skipped") and row["predicted_speedup"] > 1
+    manifest = artefacts.read_manifest(tmp_path / "summary.manifest.json", "comparison")
+    assert {"what-if/vllm-own-k3", "stepcost/vllm"} <= set(manifest["inputs"])
+    assert manifest["arms"]["vllm-own-k3"]["evidence"]
+    command[command.index("--what-if") + 1] = "nobody=file"
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: --what-if nobody: no such arm")

