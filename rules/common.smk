@@ -200,6 +200,16 @@ def offline_tables():
     }
 
 
+def what_if_files():
+    return [f"results/benchmarks/{name}/what_if.parquet" for name in replayed_arms()]
+
+
+def step_cost_files():
+    """Step costs that enter the verdict: those that have been measured (`snakemake step_cost`); none are asked for."""
+    paths = [f"results/stepcost/{engine}.parquet" for engine in config["engines"]]
+    return [path for path in paths if Path(path).is_file()]
+
+
 def passes_options():
     """ARM=N for every arm, as compare.py takes them: passes that are there from a former config are not read."""
     return [

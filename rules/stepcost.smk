@@ -9,9 +9,9 @@ rule random_drafter:
         weights="results/stepcost/drafter/model.safetensors",
     log:
         "logs/random_drafter.log",
+    priority: PREPARING
     conda:
         f"../envs/model-{HARDWARE}.yaml"
-    priority: PREPARING
     resources:
         machine=1,
     params:

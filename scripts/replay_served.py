@@ -67,9 +67,11 @@ def main() -> None:
         return
     rows = whatif.table(walks, args.k)
     artefacts.write_table(args.what_if, rows, tables.WHAT_IF)
-    artefacts.write_manifest(
-        artefacts.manifest_path(args.what_if), "what_if", **provenance, by_output=whatif.by_output(walks, args.k)
-    )
+    prompt_ids = served["prompt_id"].to_pylist()
+    by_output = {
+        name: dict(zip(prompt_ids, counts, strict=True)) for name, counts in whatif.by_output(walks, args.k).items()
+    }
+    artefacts.write_manifest(artefacts.manifest_path(args.what_if), "what_if", **provenance, by_output=by_output)
     for row in rows[:: args.k]:
         cli.logger.info("what if %s: acceptance length %.2f", row["hypothesis"], row["acceptance_length"] or math.nan)
 

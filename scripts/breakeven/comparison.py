@@ -373,8 +373,16 @@ def offline_walk(arm: Arm, offline: Mapping[str, pd.DataFrame]) -> pd.DataFrame 
     return None
 
 
-def read_what_if(paths: Mapping[str, Path | str]) -> dict[str, pd.DataFrame]:
-    """The what-if matrices, tables.WHAT_IF as data frames, by the name of an arm."""
+@dataclass
+class WhatIf:
+    """A what-if matrix (tables.WHAT_IF), and per hypothesis and prompt the counts of its walk, where they were kept."""
+
+    rows: pd.DataFrame
+    by_output: Mapping[str, Mapping[str, Sequence[int]]] = field(default_factory=dict)
+
+
+def read_what_if(paths: Mapping[str, Path | str]) -> dict[str, WhatIf]:
+    """The what-if matrices, by the name of an arm; the counts by output stand in the manifest beside the table."""
     found = {}
     for name, path in paths.items():
         rows = artefacts.read_table(path, tables.WHAT_IF).to_pandas()
@@ -383,7 +391,9 @@ def read_what_if(paths: Mapping[str, Path | str]) -> dict[str, pd.DataFrame]:
             raise UserError(f"{path}: hypothesis {min(unknown)!r} is not known; known: {', '.join(verdict.FAULTS)}")
         if verdict.AS_BUILT not in set(rows["hypothesis"]):
             raise UserError(f"{path}: there is no row of hypothesis {verdict.AS_BUILT!r}; make the table again")
-        found[name] = rows
+        manifest = artefacts.manifest_path(path)
+        kept = artefacts.read_manifest(manifest, "what_if").get("by_output", {}) if manifest.is_file() else {}
+        found[name] = WhatIf(rows, kept)
     return found
 
 
@@ -457,7 +467,7 @@ class Comparison:
 def compare(
     arms: Sequence[Arm],
     offline: Mapping[str, pd.DataFrame] | None = None,
-    what_if: Mapping[str, pd.DataFrame] | None = None,
+    what_if: Mapping[str, WhatIf] | None = None,
     step_cost: Mapping[str, Measured] | None = None,
     drafters: Mapping[str, Mapping[str, Any]] | None = None,
     expectations: Mapping[str, Any] | None = None,
@@ -537,7 +547,7 @@ def facts_of(
     row: Mapping[str, Any],
     result: Comparison,
     offline: Mapping[str, pd.DataFrame],
-    what_if: Mapping[str, pd.DataFrame],
+    what_if: Mapping[str, WhatIf],
     step_cost: Mapping[str, Measured],
     drafters: Mapping[str, Mapping[str, Any]],
 ) -> verdict.Facts:
@@ -550,7 +560,7 @@ def facts_of(
     matrix = what_if.get(arm.name)
     hypotheses = {}
     if matrix is not None:
-        groups = matrix[matrix["k"] == arm.k].groupby("hypothesis")
+        groups = matrix.rows[matrix.rows["k"] == arm.k].groupby("hypothesis")
         hypotheses = {name: counts_of(rows, f"hypothesis {name} of arm {arm.name}") for name, rows in groups}
     as_built = None
     if served_walk is not None and (served_walk["k"] == arm.k).any():
@@ -569,6 +579,7 @@ def facts_of(
         length=row["acceptance_length"],
         as_built=as_built,
         hypotheses=hypotheses,
+        by_output=fits_by_output(arm, matrix) if sound and matrix is not None else None,
         held_out_length=length,
         held_out_accuracy=(manifest.get("held_out") or {}).get("accuracy"),
         speedup=row["speedup"],
@@ -592,6 +603,23 @@ def served_counts(arm: Arm) -> verdict.Counts | None:
         return None
     accepted = [sum(int(row[i]) for row in rows["accepted_per_position"] if i < len(row)) for i in range(arm.k)]
     return verdict.Counts(int(rows["steps"].sum()), tuple(accepted))
+
+
+def fits_by_output(arm: Arm, matrix: WhatIf) -> list[verdict.Fitness] | None:
+    """Every hypothesis against the arm's first pass, output by output; None where counts of an output are missing."""
+    first = arm.requests[arm.requests["pass_number"] == min(arm.manifests)]
+    walked = set.intersection(*(set(outputs) for outputs in matrix.by_output.values())) if matrix.by_output else set()
+    if not walked.issuperset(first["prompt_id"]) or first["accepted_per_position"].isna().any():
+        return None
+    served = [
+        verdict.Counts(int(steps), tuple(int(n) for n in accepted))
+        for steps, accepted in zip(first["steps"], first["accepted_per_position"], strict=True)
+    ]
+    walks = {
+        name: [verdict.Counts(outputs[prompt][0], tuple(outputs[prompt][1:])) for prompt in first["prompt_id"]]
+        for name, outputs in matrix.by_output.items()
+    }
+    return verdict.paired(served, walks)
 
 
 def counts_of(rows: pd.DataFrame, what: str) -> verdict.Counts:

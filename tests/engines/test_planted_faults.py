@@ -19,7 +19,7 @@ from places import ENGINE_PYTHON, MODEL_PYTHON, RESULTS, ROOT, TARGET
 from breakeven import artefacts, benchmark, chat, engines, servers, tables, verdict
 from breakeven.engines import Speculation
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, pytest.mark.faults]
 K = 3
 SETTINGS = {
     "flags": {"dtype": "bfloat16", "max-model-len": 1024, "max-num-seqs": 2, "enforce-eager": True}
@@ -148,7 +148,10 @@ def test_the_planted_fault_is_named(fault, intact, tmp_path):
 
     outputs = [verdict.Counts(row["steps"], tuple(row["accepted_per_position"])) for row in rows]
     counted = artefacts.read_manifest(tmp_path / "what_if.manifest.json", "what_if")["by_output"]
-    walks = {name: [verdict.Counts(c[0], tuple(c[1:])) for c in counts] for name, counts in counted.items()}
+    walks = {
+        name: [verdict.Counts(counts[row["prompt_id"]][0], tuple(counts[row["prompt_id"]][1:])) for row in rows]
+        for name, counts in counted.items()
+    }
     served = pooled(outputs)
     found = verdict.integration(
         served, None, {name: pooled(counts) for name, counts in walks.items()}, verdict.paired(outputs, walks)

@@ -6,7 +6,7 @@ import sys
 
 import psutil
 import pytest
-from places import ENGINE_PYTHON, MODEL_PYTHON, ROOT, TARGET
+from places import ENGINE_PYTHON, MODEL_PYTHON, ROOT
 
 from breakeven import artefacts, tables
 
@@ -14,10 +14,10 @@ pytestmark = pytest.mark.engines
 FLAGS = {"dtype": "bfloat16", "max-model-len": 256, "max-num-seqs": 2, "enforce-eager": True}
 
 
-def test_step_cost_of_a_real_server(tmp_path):
-    drafter, out = tmp_path / "drafter", tmp_path / "vllm.parquet"
+def test_step_cost_of_a_real_server(finished, tmp_path):
+    target, drafter, out = finished / "results/target", tmp_path / "drafter", tmp_path / "vllm.parquet"
     subprocess.run(
-        [MODEL_PYTHON, ROOT / "scripts/random_drafter.py", "--target", TARGET, "--vocabulary-size", "1024"]
+        [MODEL_PYTHON, ROOT / "scripts/random_drafter.py", "--target", target, "--vocabulary-size", "1024"]
         + ["--out", drafter],
         check=True,
     )
@@ -26,7 +26,7 @@ def test_step_cost_of_a_real_server(tmp_path):
         [sys.executable, ROOT / "scripts/step_cost.py", "--engine", "vllm", "--engine-python", ENGINE_PYTHON]
         + ["--engine-settings", json.dumps({"flags": FLAGS, "environment": {"VLLM_CPU_KVCACHE_SPACE": "1"}})]
         + ["--settings", json.dumps({"ks": [2], "concurrency": [1, 2], "passes": 1, "max_tokens": 8})]
-        + ["--target", TARGET, "--checkpoint", drafter, "--out", out],
+        + ["--target", target, "--checkpoint", drafter, "--out", out],
         check=True,
     )
     rows = artefacts.read_table(out, tables.STEP_COST).to_pylist()

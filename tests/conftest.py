@@ -1,11 +1,7 @@
-import sys
-from pathlib import Path
+"""A finished run of the small experiment, shared by all tests that need one."""
 
+import project
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import project  # noqa: E402
 
 
 @pytest.fixture(scope="session")
