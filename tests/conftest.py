@@ -1,7 +1,8 @@
 """A finished run of the small experiment, shared by all tests that need one."""
 
-import project
 import pytest
+
+import project
 
 
 @pytest.fixture(scope="session")

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from places import ENGINE_PYTHON, MODEL_PYTHON, RESULTS, ROOT, TARGET
 
 from breakeven import artefacts, benchmark, chat, engines, servers, tables, verdict
 from breakeven.engines import Speculation
+from places import ENGINE_PYTHON, MODEL_PYTHON, RESULTS, ROOT, TARGET
 
 pytestmark = [pytest.mark.engines, pytest.mark.faults]
 K = 3

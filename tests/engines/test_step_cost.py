@@ -6,9 +6,9 @@ import sys
 
 import psutil
 import pytest
-from places import ENGINE_PYTHON, MODEL_PYTHON, ROOT
 
 from breakeven import artefacts, tables
+from places import ENGINE_PYTHON, MODEL_PYTHON, ROOT
 
 pytestmark = pytest.mark.engines
 FLAGS = {"dtype": "bfloat16", "max-model-len": 256, "max-num-seqs": 2, "enforce-eager": True}

@@ -1,6 +1,7 @@
 """A tiny random Llama target and hidden states of its own greedy responses, made once."""
 
 import pytest
+
 import tinymodels
 
 

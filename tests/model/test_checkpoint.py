@@ -4,11 +4,11 @@ import json
 
 import numpy as np
 import pytest
-import tinymodels
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import tinymodels
 from breakeven import artefacts, checkpoint, target, vocabulary
 from breakeven.cli import UserError
 

@@ -1,10 +1,10 @@
 """The network against slow, independent references: attention by hand, a literal chain, vLLM's arithmetic."""
 
 import pytest
-import tinymodels
 import torch
 import torch.nn.functional as F
 
+import tinymodels
 from breakeven.drafter import DrafterConfig, chain_mask, inverse_frequencies, repeat_heads
 from breakeven.target import rope
 

@@ -1,12 +1,12 @@
 """Extraction against transformers' own hidden states, the shard format, and the canary."""
 
 import pytest
-import tinymodels
 import torch
-from tinymodels import DISTINCT
 
+import tinymodels
 from breakeven import hidden_states, target
 from breakeven.cli import UserError
+from tinymodels import DISTINCT
 
 
 def test_features_are_the_inputs_of_the_layers_and_last_is_pre_norm(target_folder, states):

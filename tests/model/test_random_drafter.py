@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import tinymodels
 
+import tinymodels
 from breakeven import artefacts, checkpoint
 
 # Eight layers: with six, two of the three default layers would be the same.

@@ -3,10 +3,10 @@
 import dataclasses
 
 import pytest
-import tinymodels
 import torch
 import torch.nn.functional as F
 
+import tinymodels
 from breakeven import target, training
 from breakeven.cli import UserError
 from breakeven.hidden_states import Sequences

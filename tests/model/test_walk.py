@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-import tinymodels
 import torch
 
+import tinymodels
 from breakeven import walk
 from breakeven.hidden_states import Sequences
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tinymodels
 import torch
 import torch.nn.functional as F
 
+import tinymodels
 from breakeven import artefacts, checkpoint, hidden_states, tables, target, vocabulary, walk, whatif
 
 LAYERS = [1, 3, 4]
@@ -213,8 +213,8 @@ def test_replay_served_writes_both_tables(target_folder, drafter, tmp_path):
     prompts, responses = tinymodels.sequences(target_folder, count=3)
     rows = [
         dict.fromkeys(tables.BENCHMARK.names)
-        | {"prompt_token_ids": p, "output_token_ids": r, "accepted_per_position": [3, 2, 1]}
-        for p, r in zip(prompts, responses, strict=True)
+        | {"prompt_id": str(i), "prompt_token_ids": p, "output_token_ids": r, "accepted_per_position": [3, 2, 1]}
+        for i, (p, r) in enumerate(zip(prompts, responses, strict=True))
     ]
     artefacts.write_table(tmp_path / "pass-1.parquet", rows, tables.BENCHMARK)
     script = Path(whatif.__file__).parents[1] / "replay_served.py"

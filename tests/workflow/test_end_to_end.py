@@ -7,10 +7,10 @@ import zipfile
 import numpy as np
 import psutil
 import pytest
-from project import planned, snakemake
 from safetensors import safe_open
 
 from breakeven import acceptance, artefacts, tables
+from project import planned, snakemake
 
 pytestmark = [pytest.mark.workflow, pytest.mark.engines]
 

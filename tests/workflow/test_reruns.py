@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import yaml
+
 from project import SMALL, planned
 
 pytestmark = [pytest.mark.workflow, pytest.mark.engines]
