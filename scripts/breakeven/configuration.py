@@ -87,6 +87,8 @@ def _check_arms(config: dict[str, Any]) -> None:
 
 def _check_sizes(config: dict[str, Any]) -> None:
     prompts, responses = config["prompts"], config["responses"]
+    if responses["engine"] not in responses["settings"]:
+        raise UserError(f"config, responses.settings: the engine {responses['engine']} has no settings there; add them")
     if prompts["size"] % prompts["shard_size"]:
         raise UserError(
             f"config, prompts.size: {prompts['size']} is no multiple of prompts.shard_size ({prompts['shard_size']});"
@@ -132,6 +134,12 @@ def checkpoint_files(config: dict[str, Any], drafter: str) -> list[str]:
             f"config, drafters.{drafter}.checkpoint: {folder} has no config.json with safetensors beside it"
         )
     return [str(path) for path in files]
+
+
+def engines_used(config: dict[str, Any]) -> list[str]:
+    """Engines that an arm runs on or that generate the responses of a trained drafter; only these need environments."""
+    used = {arm["engine"] for arm in config["arms"].values()}
+    return sorted(used | ({config["responses"]["engine"]} if trained_drafters(config) else set()))
 
 
 def benchmark_prompts(config: dict[str, Any]) -> list[str]:
