@@ -27,6 +27,9 @@ TRAINED = configuration.trained_drafters(config)
 BENCHMARK_PROMPTS = configuration.benchmark_prompts(config)
 LAYERS = configuration.layers_option(config)
 
+# Whatever measurements wait for goes before them, so that all arms become ready together and their passes interleave.
+PREPARING = 5000
+
 
 wildcard_constraints:
     arm="|".join(config["arms"]),
@@ -106,8 +109,14 @@ def arm_settings(wildcards):
 
 
 def arm_protocol(wildcards):
+    """A protocol less its prompt file, which is an input, and its number of passes, which shapes no pass."""
     name = arm_of(wildcards)["protocol"]
-    return as_json({"name": name} | config["protocols"][name])
+    asked = {
+        key: value
+        for key, value in config["protocols"][name].items()
+        if key not in ("prompts", "passes")
+    }
+    return as_json({"name": name} | asked)
 
 
 def arm_prompts(wildcards):
@@ -138,7 +147,7 @@ def arm_checkpoint_option(wildcards):
 
 
 def pass_priority(wildcards):
-    """First passes of all arms before second ones, so that passes interleave and slow drift hits every arm."""
+    """First passes of all arms before second ones, so that slow drift of the machine hits every arm alike."""
     return 1000 - int(wildcards.number)
 
 
@@ -171,6 +180,14 @@ def offline_tables():
             f"results/benchmarks/{name}/offline.parquet" for name in replayed_arms()
         ],
     }
+
+
+def passes_options():
+    """ARM=N for every arm, as compare.py takes them: passes that are there from a former config are not read."""
+    return [
+        f"{name}={config['protocols'][arm['protocol']]['passes']}"
+        for name, arm in config["arms"].items()
+    ]
 
 
 def offline_options():

@@ -5,12 +5,7 @@ rule compare:
         passes=[path for arm in config["arms"] for path in benchmark_passes(arm)],
         offline=[path for paths in offline_tables().values() for path in paths],
     output:
-        summary=report(
-            "results/comparison/summary.parquet",
-            caption="../report/summary.rst",
-            category="Verdict",
-            labels={"table": "summary"},
-        ),
+        summary="results/comparison/summary.parquet",
         acceptance="results/comparison/acceptance.parquet",
         requests="results/comparison/requests.parquet",
         manifest="results/comparison/summary.manifest.json",
@@ -24,7 +19,8 @@ rule compare:
         python=python("workflow"),
         arms=list(config["arms"]),
         offline=offline_options(),
+        passes=passes_options(),
     shell:
         "{params.python} {input.script[0]} --benchmarks results/benchmarks --arms {params.arms}"
-        " --offline {params.offline} --out {output.summary} --acceptance {output.acceptance}"
+        " --offline {params.offline} --passes {params.passes} --out {output.summary} --acceptance {output.acceptance}"
         " --requests {output.requests} > {log} 2>&1"

@@ -13,6 +13,7 @@ rule train_drafter:
         training="results/drafters/{drafter}/checkpoint/training.parquet",
     log:
         "logs/train_drafter/{drafter}.log",
+    priority: PREPARING
     retries: 1
     conda:
         f"../envs/model-{HARDWARE}.yaml"

@@ -9,6 +9,7 @@ rule extract_hidden_states:
         manifest="results/hidden_states/shard-{shard}.manifest.json",
     log:
         "logs/extract_hidden_states/shard-{shard}.log",
+    priority: PREPARING
     conda:
         f"../envs/model-{HARDWARE}.yaml"
     threads: config["threads"]

@@ -11,6 +11,7 @@ rule evaluate_drafter:
         manifest="results/drafters/{drafter}/offline.manifest.json",
     log:
         "logs/evaluate_drafter/{drafter}.log",
+    priority: PREPARING
     conda:
         f"../envs/model-{HARDWARE}.yaml"
     threads: config["threads"]

@@ -11,6 +11,7 @@ rule curate_prompts:
         manifest="results/prompts/pool.manifest.json",
     log:
         "logs/curate_prompts.log",
+    priority: PREPARING
     conda:
         "../envs/workflow.yaml"
     resources:
@@ -43,7 +44,7 @@ rule select_prompts:
     log:
         "logs/select_prompts.log",
     # Small, and it refuses what cannot work: before any long job.
-    priority: 5000
+    priority: PREPARING + 1
     conda:
         "../envs/workflow.yaml"
     resources:

@@ -10,6 +10,11 @@ rule report:
         ],
         manifests=manifests(),
         template="report/comparison.html.j2",
+        # Snakemake does not track captions by itself.
+        captions=[
+            f"report/{name}.rst"
+            for name in ("workflow", "comparison", "speedups", "acceptance")
+        ],
         style="report/style.mplstyle",
         reference="resources/reference-case.json",
     output:

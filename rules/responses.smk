@@ -11,6 +11,7 @@ rule generate_responses:
         manifest="results/responses/shard-{shard}.manifest.json",
     log:
         "logs/generate_responses/shard-{shard}.log",
+    priority: PREPARING
     retries: 1
     conda:
         f"../envs/{config['responses']['engine']}-{HARDWARE}.yaml"

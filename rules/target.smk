@@ -7,6 +7,7 @@ rule fetch_target:
         manifest="results/target/manifest.json",
     log:
         "logs/fetch_target.log",
+    priority: PREPARING
     conda:
         f"../envs/model-{HARDWARE}.yaml"
     resources:

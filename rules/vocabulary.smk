@@ -11,6 +11,7 @@ rule build_vocabulary:
         manifest="results/drafters/{drafter}/vocabulary.manifest.json",
     log:
         "logs/build_vocabulary/{drafter}.log",
+    priority: PREPARING
     conda:
         f"../envs/model-{HARDWARE}.yaml"
     resources:

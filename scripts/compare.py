@@ -23,6 +23,9 @@ def main() -> None:
         "--acceptance", type=Path, required=True, help="acceptance.parquet: one row per arm and position"
     )
     parser.add_argument("--requests", type=Path, required=True, help="requests.parquet: one row per request")
+    parser.add_argument(
+        "--passes", nargs="*", default=[], metavar="ARM=N", help="passes of an arm to read, 1 to N; else all there are"
+    )
     args = parser.parse_args()
     offline = {}
     for item in args.offline:
@@ -30,7 +33,11 @@ def main() -> None:
         if not (name and separator and path):
             raise cli.UserError(f"--offline {item}: write NAME=FILE, NAME an arm or a drafter")
         offline[name] = Path(path)
-    result = comparison.run(args.benchmarks, args.arms, offline, args.out, args.acceptance, args.requests)
+    try:
+        passes = {name: int(number) for name, number in (item.split("=") for item in args.passes)}
+    except ValueError:
+        raise cli.UserError(f"--passes {' '.join(args.passes)}: write ARM=N for each") from None
+    result = comparison.run(args.benchmarks, args.arms, offline, args.out, args.acceptance, args.requests, passes)
     for row in result.summary:
         measured = f"{row['tokens_per_second']:.1f} tok/s" if row["tokens_per_second"] else "no decode rate"
         interval = f" [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]" if row["speedup_low"] else ""

@@ -32,8 +32,6 @@ class Protocol:
     name: str
     max_tokens: int
     temperature: float
-    passes: int
-    prompts: str
     seed: int = 0
     ignore_eos: bool = False
 

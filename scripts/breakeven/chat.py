@@ -1,5 +1,6 @@
 """Rendering a conversation: one place, so that curation, generation, training and serving agree."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ from breakeven.cli import UserError
 
 def load_tokenizer(target: Path | str):
     """The tokenizer of a target folder (transformers); UserError without one, or without a chat template."""
+    # Curation and benchmarks run without torch, on purpose; transformers would warn about it in every log.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
     target = Path(target)

@@ -52,6 +52,7 @@ class Arm:
     manifests: dict[int, dict[str, Any]]  # by pass number
     requests: pd.DataFrame  # tables.BENCHMARK plus rate, rate_e2e (tokens per second) and degenerate
     files: dict[str, Path] = field(default_factory=dict)
+    wanted: int = 1  # passes asked for
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -119,13 +120,16 @@ class Arm:
         }
 
 
-def read_arm(benchmarks: Path | str, name: str) -> Arm:
-    """Read all passes of an arm; a missing file, an empty or inconsistent one is a UserError."""
+def read_arm(benchmarks: Path | str, name: str, passes: int | None = None) -> Arm:
+    """Read passes 1 ... `passes` of an arm (None: all that are there, and the protocol says how many it wants).
+
+    A missing file, an empty or inconsistent one is a UserError.
+    """
     folder = Path(benchmarks) / name
     paths = {}
     for path in folder.glob("pass-*.parquet"):
         number = re.fullmatch(r"pass-(\d+)\.parquet", path.name)
-        if number:
+        if number and (passes is None or int(number[1]) <= passes):
             paths[int(number[1])] = path
     if not paths:
         raise UserError(f"{folder}: no pass-*.parquet there; run the benchmark of arm {name!r} first")
@@ -151,7 +155,8 @@ def read_arm(benchmarks: Path | str, name: str) -> Arm:
         end_to_end = requests["e2e_s"].to_numpy(float)
         requests["rate_e2e"] = np.where(end_to_end > 0, tokens / end_to_end, np.nan)
     requests["degenerate"] = [degenerate(ids) for ids in requests["output_token_ids"]]
-    return Arm(name, manifests, requests, files)
+    wanted = passes or int(manifest["parameters"]["protocol"].get("passes") or 1)
+    return Arm(name, manifests, requests, files, wanted)
 
 
 def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
@@ -185,9 +190,8 @@ def own_reasons(arm: Arm) -> list[str]:
     prompts = arm.requests.groupby("pass_number")["prompt_id"].agg(frozenset)
     if prompts.nunique() > 1:
         reasons.append("inconsistent-passes: the passes did not measure the same prompts")
-    wanted = int(arm.protocol.get("passes") or 1)
-    if len(arm.manifests) < wanted:
-        reasons.append(f"too-few-passes: {len(arm.manifests)} of {wanted} passes of arm {arm.name} are there")
+    if len(arm.manifests) < arm.wanted:
+        reasons.append(f"too-few-passes: {len(arm.manifests)} of {arm.wanted} passes of arm {arm.name} are there")
     impossible = impossible_acceptance(arm)
     if impossible:
         reasons.append(f"impossible-acceptance: {impossible}")
@@ -564,11 +568,12 @@ def run(
     summary: Path | str,
     acceptance_out: Path | str,
     requests: Path | str,
+    passes: Mapping[str, int] | None = None,
 ) -> Comparison:
     """Read the arms, compare them, write the three tables and, beside the summary, its manifest."""
     if len(set(names)) != len(names):
         raise UserError(f"--arms: an arm is named twice in {' '.join(names)}; name each once")
-    arms = [read_arm(benchmarks, name) for name in names]
+    arms = [read_arm(benchmarks, name, (passes or {}).get(name)) for name in names]
     result = compare(arms, read_offline(offline))
     artefacts.write_table(requests, result.requests, tables.REQUESTS)
     artefacts.write_table(acceptance_out, result.acceptance, tables.ACCEPTANCE)

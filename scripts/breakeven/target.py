@@ -1,5 +1,6 @@
 """Reading the target checkpoint: its manifest, its config in every spelling, single tensors, the whole model."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,9 @@ def load_model(folder: Path | str, device: str, dtype: str = "bfloat16"):
     """The target as a transformers model in evaluation mode, attention by SDPA."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
     return model.to(device).eval().requires_grad_(False)

@@ -185,7 +185,7 @@ class Run:
             lr=settings.learning_rate,
             betas=(0.9, 0.95),
             weight_decay=settings.weight_decay,
-            fused=device.startswith("cuda"),
+            fused=True,
         )
         self.epoch, self.position, self.step, self.tokens = 0, 0, 0, 0
         self.rows: list[dict[str, Any]] = []

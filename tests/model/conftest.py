@@ -1,0 +1,14 @@
+"""A tiny random Llama target and hidden states of its own greedy responses, made once."""
+
+import pytest
+import tinymodels
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory):
+    return tinymodels.write_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def states(target_folder, tmp_path_factory):
+    return tinymodels.write_shard(target_folder, tmp_path_factory.mktemp("states") / "shard-000000.safetensors")

@@ -1,0 +1,102 @@
+"""The network against slow, independent references: attention by hand, a literal chain, vLLM's arithmetic."""
+
+import pytest
+import tinymodels
+import torch
+import torch.nn.functional as F
+
+from breakeven.drafter import DrafterConfig, chain_mask, inverse_frequencies, repeat_heads
+from breakeven.target import rope
+
+
+@pytest.fixture
+def drafter(target_folder):
+    return tinymodels.make_drafter(target_folder, torch.arange(0, 120, 2)).eval()
+
+
+def reference_chain(drafter, tokens, features, row, steps):
+    """One row's chain, computed the way an engine does: a growing key cache, one query at a time.
+
+    tokens: list, x[0] ... x[row + steps]; features [T, H] fused. Returns the layer outputs of each step.
+    """
+    layer, rotary = drafter.midlayer, drafter.rotary
+    keys, values, outputs = [], [], []
+    hidden = None
+    for position in range(row + steps):
+        step = max(0, position - row)
+        fed = features[position] if position <= row else hidden
+        x = torch.cat(
+            [layer.input_layernorm(F.embedding(torch.tensor(tokens[position + 1]), drafter.embed_tokens).float()),
+             layer.hidden_norm(fed)]
+        )[None, None]  # fmt: skip
+        q, k, v = layer.self_attn.project(x, rotary, torch.tensor([position]))
+        keys.append(repeat_heads(k, q.shape[1])[0, :, 0])
+        values.append(repeat_heads(v, q.shape[1])[0, :, 0])
+        scores = torch.einsum("hd,thd->ht", q[0, :, 0], torch.stack(keys)) / q.shape[-1] ** 0.5
+        attended = torch.einsum("ht,thd->hd", scores.softmax(-1), torch.stack(values)).flatten()
+        hidden = fed + layer.self_attn.o_proj(attended)
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        if position >= row:
+            outputs.append(hidden)
+        assert step >= 0
+    return outputs
+
+
+@pytest.mark.parametrize("first_row", [0, 4])
+def test_steps_equal_a_literal_chain_with_a_key_cache(drafter, first_row):
+    torch.manual_seed(1)
+    length, steps = 11, 3
+    tokens = torch.randint(3, 120, (length + steps + 1,)).tolist()
+    features = drafter.fuse(torch.randn(1, length, 3, 32))
+    hidden, context, outputs = features, None, []
+    for step in range(steps):
+        start = 0 if step == 0 else first_row
+        fed = torch.tensor([tokens[start + 1 + step : length + 1 + step]])
+        hidden, context = drafter.step(fed, hidden, context, first_row)
+        outputs.append(hidden[0])
+    for row in (first_row, first_row + 3, length - 1):
+        expected = reference_chain(drafter, tokens, features[0], row, steps)
+        for step in range(steps):
+            torch.testing.assert_close(outputs[step][row - first_row], expected[step], atol=1e-4, rtol=1e-4)
+
+
+def test_mask_sees_the_past_of_step_zero_and_its_own_later_keys():
+    mask = chain_mask(rows=2, width=5, first_row=2, steps=2, device="cpu").int().tolist()
+    assert mask == [[1, 1, 1, 0, 0] + [1, 0] + [1, 0], [1, 1, 1, 1, 0] + [0, 1] + [0, 1]]
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [None, {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64}, {"type": "linear", "factor": 2.0}],
+)  # fmt: skip
+def test_rotary_frequencies_are_the_targets(scaling):
+    """Against the rotary module of a transformers Llama with the same settings."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    parameters = {"rope_theta": 7000.0, **(scaling or {})}
+    parameters["rope_type"] = parameters.pop("type", parameters.get("rope_type", "default"))
+    llama = LlamaConfig(
+        hidden_size=32, num_attention_heads=4, head_dim=8, max_position_embeddings=256, rope_parameters=parameters
+    )
+    theta, found = rope({"rope_parameters": parameters} if scaling else {"rope_theta": 7000.0})
+    config = DrafterConfig(32, 64, 4, 2, 8, 120, 60, [1, 2, 3], 1e-6, theta, found, 256)
+    torch.testing.assert_close(inverse_frequencies(config)[0], LlamaRotaryEmbedding(llama).inv_freq)
+
+
+def test_rope_is_read_in_both_spellings():
+    new = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0}}
+    old = {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0}}
+    assert rope(new) == (1e6, {"rope_type": "yarn", "factor": 4.0})
+    assert rope(old) == (1e6, {"type": "yarn", "factor": 4.0})
+    assert rope({"rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}}) == (5.0, None)
+
+
+def test_initialised_drafter_knows_the_targets_head(target_folder):
+    ids = torch.tensor([3, 7, 50])
+    drafter = tinymodels.make_drafter(target_folder, ids)
+    assert torch.equal(drafter.lm_head.weight, drafter.embed_tokens[ids].float())
+    hidden = drafter.config.hidden_size
+    assert (drafter.fc.weight[:, -hidden:].diagonal() > 0.8).all()
+    assert drafter.fc.weight[:, :-hidden].abs().max() < 0.2

@@ -1,0 +1,80 @@
+"""Tiny random models for tests: a Llama target of six layers, shards of its greedy responses, drafters."""
+
+import random
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from breakeven import artefacts, hidden_states, target
+from breakeven.drafter import Drafter, DrafterConfig, initialise_from_target, target_tensor_names
+
+VOCABULARY = 120
+DISTINCT = [1, 3, 5]
+
+
+def write_target(folder: Path, **changes) -> Path:
+    """A random Llama with a manifest; no tokenizer, since everything here is token ids."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **{
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 256,
+            "tie_word_embeddings": True,
+            "eos_token_id": 2,
+            "bos_token_id": 1,
+            "rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"},
+            "initializer_range": 0.3,
+        }
+        | changes
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    artefacts.write_manifest(folder / "manifest.json", "target", parameters={"chat_template_kwargs": {}})
+    return folder
+
+
+def sequences(folder: Path, count: int = 12, prompt: int = 9, response: int = 30) -> tuple[list, list]:
+    """Random prompts of different lengths and the target's greedy responses to them."""
+    model = target.load_model(folder, "cpu")
+    draw = random.Random(1)
+    prompts, responses = [], []
+    for i in range(count):
+        ids = [draw.randrange(3, VOCABULARY) for _ in range(prompt + i % 3)]
+        out = model.generate(
+            torch.tensor([ids]), max_new_tokens=response, do_sample=False, eos_token_id=None, pad_token_id=2
+        )
+        prompts.append(ids)
+        responses.append(out[0, len(ids) :].tolist())
+    return prompts, responses
+
+
+def write_shard(folder: Path, path: Path, layers=tuple(DISTINCT), **kwargs) -> Path:
+    """A shard of hidden states with its manifest; every fourth sequence is held out."""
+    prompts, responses = sequences(folder, **kwargs)
+    capture = hidden_states.Capture(target.load_model(folder, "cpu"), list(layers))
+    tensors = hidden_states.extract(capture, prompts, responses, 128, "cpu")
+    tensors["held_out"] = torch.tensor([i % 4 == 0 for i in range(len(prompts))])
+    save_file(tensors, path)
+    artefacts.write_manifest(
+        artefacts.manifest_path(path), "hidden_states", parameters={"layers": list(layers), "codec": "bfloat16"}
+    )
+    return path
+
+
+def make_drafter(folder: Path, ids: torch.Tensor, layers=tuple(DISTINCT), seed: int = 0) -> Drafter:
+    """A drafter initialised from the target, with a draft vocabulary of `ids`."""
+    torch.manual_seed(seed)
+    config = target.text_config(folder)
+    names = target_tensor_names(config)
+    loaded = target.load_tensors(folder, list(names.values()))
+    tensors = {short: loaded[name] for short, name in names.items()}
+    drafter = Drafter(DrafterConfig.from_target(config, len(ids), list(layers)), tensors["embed_tokens.weight"])
+    initialise_from_target(drafter, tensors, ids)
+    return drafter

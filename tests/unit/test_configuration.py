@@ -1,0 +1,144 @@
+"""Config errors are one sentence with the place, the fault and the remedy; the shipped configs are right."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from breakeven import configuration
+from breakeven.cli import UserError
+
+ROOT = Path(__file__).parents[2]
+SCHEMA = ROOT / "schemas/config.schema.yaml"
+
+
+@pytest.fixture(autouse=True)
+def in_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def config():
+    return yaml.safe_load((ROOT / "config.yaml").read_text())
+
+
+def put(config, path, value):
+    *parents, last = path.split(".")
+    for key in parents:
+        config = config[key]
+    config[last] = value
+
+
+def test_the_default_is_right(config):
+    configuration.check(config, SCHEMA)
+
+
+@pytest.mark.parametrize("overlay", sorted((ROOT / "experiments").glob("*.yaml")), ids=lambda p: p.name)
+def test_overlays_are_right(config, overlay):
+    from snakemake.utils import update_config
+
+    update_config(config, yaml.safe_load(overlay.read_text()))
+    configuration.check(config, SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "path, value, said",
+    [
+        ("prompts.shardsize", 5, "config, prompts: unknown key 'shardsize'; did you mean 'shard_size'?"),
+        ("hardwear", "cpu", "config, the top level: unknown key 'hardwear'; did you mean 'hardware'?"),
+        ("drafters.own.settings.epoch", 5, "unknown key 'epoch'; did you mean 'epochs'?"),
+        (
+            "arms.vllm-own-k3.drafter",
+            "owm",
+            "arms.vllm-own-k3.drafter: 'owm' is not one of the drafters; did you mean 'own'",
+        ),
+        (
+            "arms.vllm-own-k3.engine",
+            "vlm",
+            "arms.vllm-own-k3.engine: 'vlm' is not one of the engines; did you mean 'vllm'",
+        ),
+        ("arms.vllm-own-k3.protocol", "quik", "did you mean 'quick'"),
+        ("arms.vllm-own-k3.k", 0, r"arms.vllm-own-k3.k: 0 is less than the minimum of 1; expected: drafted tokens"),
+        ("arms.vllm-own-k3.k", "three", "arms.vllm-own-k3.k: 'three' is not of type 'integer'"),
+        ("arms.vllm-own-k3.k", None, "arms.vllm-own-k3"),
+        ("arms.vllm-plain.k", 3, "arms.vllm-plain: k is 3 but there is neither drafter nor method"),
+        ("arms.vllm-plain.method", "eagle3", "arms.vllm-plain: speculation needs k"),
+        ("prompts.size", 321, "prompts.size: 321 is no multiple of prompts.shard_size"),
+        ("prompts.size", -160, "prompts.size: -160 is less than the minimum"),
+        ("responses.samples_per_prompt", 3, "greedy samples are all the same"),
+        ("target", {"source": "path"}, "config, target: the key 'path' is missing"),
+        ("target", {"source": "hub", "repo": "a/b"}, "config, target: the key 'revision' is missing"),
+        ("target.source", "disk", "target.source: 'disk' is not one of"),
+        ("target.chat_template", "no.jinja", "target.chat_template: no.jinja is no file"),
+        (
+            "drafters.other",
+            {"checkpoint": "no/such/folder"},
+            "drafters.other.checkpoint: no/such/folder has no config.json",
+        ),
+        ("drafters.own", {"vocabulary_size": 10}, "config, drafters.own: the key 'initialise_from' is missing"),
+        ("hidden_states.layers", "last", "hidden_states.layers"),
+        ("protocols.quick.prompts", "nothing.jsonl", "protocols.quick.prompts: nothing.jsonl is no file"),
+        (
+            "prompts.sources",
+            [{"name": "x", "kind": "jsonl", "weight": 1, "path": "gone.jsonl"}],
+            "gone.jsonl is no file",
+        ),
+        ("prompts.sources", [], "prompts.sources"),
+    ],
+)
+def test_faults_are_named(config, path, value, said):
+    put(config, path, value)
+    with pytest.raises(UserError) as error:
+        configuration.check(config, SCHEMA)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_missing_k_of_an_arm_with_a_drafter(config):
+    del config["arms"]["vllm-own-k3"]["k"]
+    with pytest.raises(UserError, match="arms.vllm-own-k3: speculation needs k"):
+        configuration.check(config, SCHEMA)
+
+
+def test_shards_do_not_depend_on_the_size(config):
+    small = configuration.shards(config)
+    config["prompts"]["size"] *= 3
+    assert configuration.shards(config)[: len(small)] == small == ["000000", "000160"]
+    config["prompts"].update(size=2_000_000, shard_size=1_000_000)
+    assert configuration.shards(config) == ["000000", "1000000"]
+
+
+def test_given_checkpoints_are_inputs_and_not_trained(config, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("")
+    config["drafters"]["published"] = {"checkpoint": str(tmp_path)}
+    configuration.check(config, SCHEMA)
+    assert configuration.trained_drafters(config) == ["own"]
+    names = [Path(p).name for p in configuration.checkpoint_files(config, "published")]
+    assert names == ["config.json", "model.safetensors"]
+
+
+def test_json_of_equal_settings_is_equal(config):
+    shuffled = json.loads(json.dumps(copy.deepcopy(config["responses"])))
+    shuffled["sampling"] = dict(reversed(shuffled["sampling"].items()))
+    assert configuration.as_json(shuffled) == configuration.as_json(config["responses"])
+
+
+def test_every_key_of_the_schema_is_described():
+    """The descriptions are the config's documentation."""
+    schema = yaml.safe_load(SCHEMA.read_text())
+    silent = []
+
+    def visit(node, path):
+        for name, child in (node.get("properties") or {}).items():
+            if isinstance(child, dict):
+                if "description" not in child and "$ref" not in child:
+                    silent.append(f"{path}.{name}")
+                visit(child, f"{path}.{name}")
+        for key in ("items", "additionalProperties"):
+            if isinstance(node.get(key), dict):
+                visit(node[key], path)
+
+    visit(schema, "")
+    assert silent == []

@@ -1,0 +1,139 @@
+"""Starting and stopping servers: real processes that behave well, die, never become ready, or have stubborn children."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+import requests
+
+from breakeven import servers
+from breakeven.cli import UserError
+
+SERVER = """
+    import http.server, json, os, signal, subprocess, sys, time
+    port, behaviour, pids = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    child = subprocess.Popen([sys.executable, "-c",
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"], start_new_session=True)
+    open(pids, "w").write(f"{os.getpid()} {child.pid}")
+    if behaviour == "dies":
+        print("cannot allocate memory for the cache", flush=True)
+        sys.exit(3)
+    if behaviour == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if behaviour == "never":
+        time.sleep(600)
+    if behaviour == "late":
+        time.sleep(1.5)
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            if self.path == "/die":
+                print("assertion failed in the middle of a request", flush=True)
+                os._exit(9)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"data": [{"id": "mine"}]}).encode())
+        def log_message(self, *args): pass
+    http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie, which only waits for its parent to notice, does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """start(behaviour) -> arguments of servers.serve, and the file with the pids of server and child."""
+    monkeypatch.setattr(servers, "GRACE_S", 1.0)
+    program = tmp_path / "server.py"
+    program.write_text(textwrap.dedent(SERVER))
+
+    def make(behaviour, model="mine", timeout_s=20.0):
+        port = servers.free_port()
+        command = [sys.executable, str(program), str(port), behaviour, str(tmp_path / "pids")]
+        return dict(
+            command=command, environment={}, log=tmp_path / "logs" / "server.log", url=f"http://127.0.0.1:{port}",
+            model=model, timeout_s=timeout_s,
+        )  # fmt: skip
+
+    yield make
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert [pid for pid in pids if alive(pid)] == [], "a process was left behind"
+
+
+def test_a_server_that_comes_late_is_waited_for(start):
+    settings = start("late")
+    with servers.serve(**settings) as seconds:
+        assert seconds > 1
+        assert requests.get(settings["url"] + "/health").status_code == 200
+
+
+def test_a_server_that_dies_is_named_with_its_log(start):
+    with pytest.raises(UserError, match=r"(?s)exited with 3 before it was ready.*cannot allocate memory"):
+        with servers.serve(**start("dies")):
+            pass
+
+
+def test_a_server_that_never_answers_is_named_and_stopped(start):
+    with pytest.raises(UserError, match=r"not ready within 2 s; raise startup_timeout"):
+        with servers.serve(**start("never", timeout_s=2)):
+            pass
+
+
+def test_children_that_ignore_everything_are_killed(start):
+    with servers.serve(**start("stubborn")):
+        pass
+
+
+def test_a_server_that_dies_in_use_is_named_with_its_log(start):
+    settings = start("normal")
+    with pytest.raises(UserError, match=r"(?s)stopped answering.*exit code 9.*middle of a request"):
+        with servers.serve(**settings):
+            requests.get(settings["url"] + "/die")
+
+
+def test_an_error_of_the_caller_stops_the_server(start):
+    with pytest.raises(ZeroDivisionError):
+        with servers.serve(**start("normal")):
+            raise ZeroDivisionError
+
+
+def test_another_server_on_the_port_is_not_mistaken(start):
+    with pytest.raises(UserError, match=r"serves \['mine'\], not theirs"):
+        with servers.serve(**start("normal", model="theirs")):
+            pass
+
+
+def test_a_killed_job_takes_its_server_along(start, tmp_path):
+    """SIGKILL leaves no chance to clean up: the server gets SIGTERM from the kernel."""
+    settings = start("normal")
+    program = (
+        "import sys, json, pathlib; from breakeven import servers\n"
+        "s = json.loads(sys.argv[1]); s['log'] = pathlib.Path(s['log'])\n"
+        "with servers.serve(**s):\n    print('ready', flush=True); import time; time.sleep(600)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    job = subprocess.Popen(
+        [sys.executable, "-c", program, json.dumps(settings, default=str)],
+        stdout=subprocess.PIPE, text=True, env=environment,
+    )  # fmt: skip
+    assert job.stdout.readline() == "ready\n"
+    server, child = (int(pid) for pid in (tmp_path / "pids").read_text().split())
+    job.kill()
+    job.wait()
+    deadline = time.monotonic() + 10
+    while alive(server) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(server)
+    psutil.Process(child).kill()  # the test server's own stubborn child; engines stop theirs on SIGTERM
+    while alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)

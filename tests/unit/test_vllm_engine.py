@@ -1,0 +1,151 @@
+"""vLLM's command line for a table of arms, its counters and answers as recorded from 0.32.0 and 0.20.2."""
+
+import json
+
+import pytest
+
+from breakeven import engines
+from breakeven.benchmark import acceptance, check_tokens
+from breakeven.cli import UserError
+from breakeven.engines import Counters, Reply, Speculation, vllm
+
+METRICS = """\
+# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 248.0
+vllm:spec_decode_num_drafts_created{engine="0",model_name="m"} 1.795968414959963e+09
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 744.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 278.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 142.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 84.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"} 52.0
+vllm:generation_tokens_total{engine="0",model_name="m"} 528.0
+vllm:prompt_tokens_total{engine="0",model_name="m"} 170.0
+vllm:generation_tokens_total{engine="0",model_name="another"} 99.0
+"""
+
+
+def words(speculation=None, flags=None, supported=()):
+    return vllm.command("py", "target", "name", 8000, speculation or Speculation(), flags or {}, set(supported))
+
+
+def config_of(command):
+    return json.loads(command[command.index("--speculative-config") + 1])
+
+
+@pytest.mark.parametrize(
+    "speculation, expected",
+    [
+        (Speculation("eagle3", 3, "d"), {"method": "eagle3", "model": "d", "num_speculative_tokens": 3}),
+        (Speculation("eagle3", 16, "d"), {"method": "eagle3", "model": "d", "num_speculative_tokens": 16}),
+        (
+            Speculation("ngram", 5, None, {"prompt_lookup_max": 4}),
+            {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
+        ),
+    ],
+)
+def test_speculative_config(speculation, expected):
+    assert config_of(words(speculation)) == expected
+
+
+def test_plain_decoding_has_no_speculation_flags():
+    assert not [word for word in words(supported={vllm.PER_REQUEST_METRICS}) if "spec" in word]
+
+
+def test_flags_in_every_form():
+    command = words(flags={"enforce-eager": True, "enable-lora": False, "max-model-len": 2048, "dtype": "bfloat16"})
+    assert command[-5:] == ["--enforce-eager", "--max-model-len", "2048", "--dtype", "bfloat16"]
+
+
+def test_per_request_metrics_only_where_the_server_knows_them():
+    speculation = Speculation("eagle3", 1, "d")
+    assert vllm.PER_REQUEST_METRICS in words(speculation, supported={vllm.PER_REQUEST_METRICS})
+    assert vllm.PER_REQUEST_METRICS not in words(speculation)
+
+
+@pytest.mark.parametrize(
+    "speculation, temperature, hardware, said",
+    [
+        (Speculation("eagle3", 3, "d"), 0.6, "cpu", "temperature 0.6 with EAGLE-3 on the CPU"),
+        (Speculation("eagle3", 3, "d"), 0, "cpu", None),
+        (Speculation("eagle3", 3, "d"), 0.6, "cuda", None),
+        (Speculation(), 0.6, "cpu", None),
+        (Speculation("medusa", 3), 0, "cpu", "no speculation method 'medusa'"),
+    ],
+)
+def test_refused_combinations(speculation, temperature, hardware, said):
+    reason = vllm.refuse(speculation, temperature, hardware)
+    assert reason is None if said is None else said in reason
+
+
+def test_counters_of_this_model_alone():
+    assert vllm.read_counters(METRICS, "m") == Counters(248, 744, 278, [142, 84, 52], 528, 170)
+
+
+def test_counters_are_summed_over_replicas():
+    both = METRICS + METRICS.replace('engine="0"', 'engine="1"')
+    assert vllm.read_counters(both, "m") == Counters(496, 1488, 556, [284, 168, 104], 1056, 340)
+
+
+def test_differences_of_counters():
+    zero = vllm.read_counters("", "m")
+    assert zero == Counters() and vllm.read_counters(METRICS, "m") - zero == Counters(
+        248, 744, 278, [142, 84, 52], 528, 170
+    )
+
+
+def stream(events):
+    reply = Reply()
+    for event in events:
+        vllm.read_event(event, reply)
+    return reply
+
+
+def test_a_stream_with_several_tokens_in_a_chunk():
+    reply = stream(
+        [
+            {"choices": [{"text": "The", "token_ids": [504], "prompt_token_ids": [1, 2], "finish_reason": None}]},
+            {"choices": [{"text": " sun is", "token_ids": [3521, 314], "finish_reason": None}]},
+            {"choices": [{"text": "", "token_ids": [2], "finish_reason": "stop"}]},
+            {
+                "choices": [],
+                "usage": {"completion_tokens": 4, "prompt_tokens": 2, "prompt_tokens_details": {"cached_tokens": 0}},
+                "metrics": {"speculative_decoding": {"acceptance_histogram": [1, 1, 0, 0], "num_draft_tokens": 6}},
+            },
+        ]
+    )
+    assert reply.token_ids == [504, 3521, 314, 2] and reply.text == "The sun is" and reply.finish_reason == "stop"
+    assert (reply.completion_tokens, reply.cached_tokens, reply.histogram) == (4, 0, [1, 1, 0, 0])
+
+
+def test_an_error_in_a_stream_is_raised():
+    with pytest.raises(UserError, match="out of blocks"):
+        stream([{"error": {"message": "out of blocks"}}])
+
+
+def reply_of(tokens, histogram=None):
+    return Reply(token_ids=list(range(tokens)), completion_tokens=tokens, histogram=histogram)
+
+
+def test_tokens_and_counters_must_belong_together():
+    delta = Counters(40, 120, 88, [40, 30, 18], 128)
+    assert acceptance("p", reply_of(128), delta, 3)["accepted_per_position"] == [40, 30, 18]
+    # 1 + 40 + 88 = 129: the last step ran one token past the end.
+    with pytest.raises(UserError, match=r"prompt p: 120 tokens do not fit .*overshoot 9, possible are 0 to 3"):
+        acceptance("p", reply_of(120), delta, 3)
+    with pytest.raises(UserError, match="overshoot -1"):
+        acceptance("p", reply_of(130), delta, 3)
+    with pytest.raises(UserError, match="per-request metrics say 41 steps and 87 accepted"):
+        acceptance("p", reply_of(128, [1, 1, 31, 8]), delta, 3)
+    assert acceptance("p", reply_of(128), delta, 0)["steps"] is None
+
+
+def test_tokens_received_counted_and_stated_must_agree():
+    check_tokens("p", reply_of(5), Counters(completion_tokens=5))
+    with pytest.raises(UserError, match="5 tokens arrived, usage says 5 and the server counted 9; is something else"):
+        check_tokens("p", reply_of(5), Counters(completion_tokens=9))
+
+
+def test_unknown_engines_are_named():
+    with pytest.raises(UserError, match="engine 'trt' is unknown; use one of vllm"):
+        engines.engine("trt")

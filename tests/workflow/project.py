@@ -1,0 +1,49 @@
+"""Running and planning the workflow in a copy of the project, at a path with a space in it."""
+
+import re
+import shutil
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SMALL = "tests/workflow/small.yaml"
+ARMS = "vllm-own-k1"  # left out of the small experiment: one server less
+
+
+def copy_project(folder: Path) -> Path:
+    """The files that git tracks (or would), with the environments linked in."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in listed.stdout.decode().split("\0"):
+        if name and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    config = folder / "config.yaml"
+    config.write_text("".join(line for line in config.read_text().splitlines(True) if ARMS not in line))
+    (folder / ".envs").symlink_to(ROOT / ".envs")
+    return folder
+
+
+def snakemake(work: Path, *arguments: str, config: str | None = SMALL) -> subprocess.CompletedProcess:
+    overlay = ["--configfile", config] if config else []
+    command = ["snakemake", *overlay, *arguments]
+    return subprocess.run(command, cwd=work, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+
+def planned(work: Path, *arguments: str, config: str | None = SMALL) -> dict[str, int]:
+    """Jobs by rule of a dry run, without the target rule `all`."""
+    done = snakemake(work, "--dry-run", *arguments, config=config)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    table = re.search(r"Job stats:\n.*?\n-+.*?\n(.*?)\ntotal", output, re.S)
+    if table is None:
+        assert "Nothing to be done" in output, output
+        return {}
+    jobs = Counter({rule: int(n) for rule, n in (line.split() for line in table[1].splitlines())})
+    jobs.pop("all", None)
+    return dict(jobs)

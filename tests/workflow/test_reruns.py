@@ -1,0 +1,123 @@
+"""Which rules run again after which change: the table of docs/design.md, checked by planning on a finished run."""
+
+import shutil
+
+import pytest
+import yaml
+from project import SMALL, planned
+
+pytestmark = [pytest.mark.workflow, pytest.mark.engines]
+
+VERDICT = {"compare": 1, "report": 1}
+ARM = {"benchmark": 1, "replay_served": 1} | VERDICT
+DRAFTER = {"train_drafter": 1, "evaluate_drafter": 1} | ARM
+DATA = {"generate_responses": 2, "extract_hidden_states": 2, "build_vocabulary": 1} | DRAFTER
+EVERYTHING = {"fetch_target": 1, "curate_prompts": 1, "select_prompts": 1} | DATA | {"benchmark": 2}
+
+
+def config(**changes):
+    """A change of config keys, each given as a path with dots."""
+
+    def apply(work):
+        path = work / "config.yaml"
+        content = yaml.safe_load(path.read_text())
+        small = yaml.safe_load((work / SMALL).read_text())
+        for key, value in changes.items():
+            *parents, last = key.split("__")
+            for tree in (content, small):
+                for parent in parents:
+                    tree = tree.setdefault(parent, {})
+                tree[last] = value
+        path.write_text(yaml.safe_dump(content))
+        (work / SMALL).write_text(yaml.safe_dump(small))
+
+    return apply
+
+
+def appended(name, line):
+    """A file with another line at its end; a copy, since checkouts may share files."""
+
+    def apply(work):
+        content = (work / name).read_text()
+        (work / name).unlink()
+        (work / name).write_text(content + line + "\n")
+
+    return apply
+
+
+def touched(name):
+    def apply(work):
+        (work / name).touch()
+
+    return apply
+
+
+CHANGES = {
+    "nothing": (lambda work: None, {}),
+    "K of one arm": (config(**{"arms__vllm-own-k3__k": 2}), ARM),
+    "one more arm": (
+        config(**{"arms__vllm-own-k5": {"engine": "vllm", "protocol": "quick", "drafter": "own", "k": 5}}),
+        ARM,
+    ),
+    "an arm less": (lambda work: config(arms={"vllm-plain": {"engine": "vllm", "protocol": "quick"}})(work), VERDICT),
+    "one more pass": (config(protocols__quick__passes=2), {"benchmark": 2} | VERDICT),
+    "output length": (config(protocols__quick__max_tokens=40), ARM | {"benchmark": 2}),
+    "a flag of the engine": (config(**{"engines__vllm__flags__cpu__max-num-seqs": 8}), ARM | {"benchmark": 2}),
+    "epochs": (config(drafters__own__settings__epochs=3), DRAFTER),
+    "size of the draft vocabulary": (config(drafters__own__vocabulary_size=1024), {"build_vocabulary": 1} | DRAFTER),
+    "more prompts": (
+        config(prompts__size=72),
+        {"select_prompts": 1} | DATA | {"generate_responses": 1, "extract_hidden_states": 1},
+    ),
+    "seed of the prompts": (config(prompts__seed=1), {k: v for k, v in EVERYTHING.items() if k != "fetch_target"} | {"benchmark": 1}),
+    "sampling of the responses": (config(responses__sampling__seed=1), DATA),
+    "layers": (config(hidden_states__layers=[3, 14, 26]), {"select_prompts": 1} | {k: v for k, v in DATA.items() if k != "generate_responses"}),
+    "chat template": (config(target__chat_template_kwargs={"thinking": False}), EVERYTHING),
+    "threads": (config(threads=1), {}),
+    "script train_drafter": (appended("scripts/train_drafter.py", "# changed"), DRAFTER),
+    "library module walk": (
+        appended("scripts/breakeven/walk.py", "# changed"),
+        {"evaluate_drafter": 1, "replay_served": 1} | VERDICT,
+    ),
+    "library module of one engine": (
+        appended("scripts/breakeven/engines/vllm.py", "# changed"),
+        DATA | {"benchmark": 2},
+    ),
+    "library module of the report": (appended("scripts/breakeven/reportpage.py", "# changed"), {"report": 1}),
+    "a script touched, not changed": (touched("scripts/train_drafter.py"), {}),
+    "a caption": (appended("report/acceptance.rst", "More."), {"report": 1}),
+    "the page's template": (appended("report/comparison.html.j2", "<!-- -->"), {"report": 1}),
+    "the reference case": (appended("resources/reference-case.json", ""), {"report": 1}),
+    "lock of the engine": (
+        appended("envs/vllm-cpu.lock", "# changed"),
+        {"environment": 1} | DATA | {"benchmark": 2},
+    ),
+    "benchmark prompts": (
+        appended("resources/reference-prompts.jsonl", ""),
+        {k: v for k, v in EVERYTHING.items() if k != "fetch_target"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_runs_what_depends_on_it(finished, tmp_path, change):
+    apply, expected = CHANGES[change]
+    work = tmp_path / "work"
+    shutil.copytree(finished, work, symlinks=True, copy_function=link)
+    apply(work)
+    assert planned(work) == expected
+
+
+def link(source, destination):
+    """Hard links for results, which no test changes; copies for everything that a change may edit."""
+    if "/results/" in source and not source.endswith(".json"):
+        shutil.os.link(source, destination)
+    else:
+        shutil.copy2(source, destination)
+
+
+@pytest.mark.parametrize("experiment, shards", [("10k", 5), ("88k", 44)])
+def test_large_experiments_plan_their_shards(finished, experiment, shards):
+    jobs = planned(finished, config=f"experiments/{experiment}.yaml")
+    assert jobs["generate_responses"] == jobs["extract_hidden_states"] == shards
+    assert jobs["train_drafter"] == 1 and jobs["environment"] == 2
