@@ -14,7 +14,7 @@ rule benchmark:
         server="logs/benchmark/{arm}/pass-{number}.server.log",
     priority: pass_priority
     conda:
-        f"../envs/vllm-{HARDWARE}.yaml"
+        arm_conda
     threads: config["threads"]
     resources:
         gpu=1 if HARDWARE == "cuda" else 0,

@@ -20,7 +20,7 @@ HARDWARE = config["hardware"]
 ENVIRONMENTS = [
     "workflow",
     f"model-{HARDWARE}",
-    *(f"{engine}-{HARDWARE}" for engine in config["engines"]),
+    *(f"{engine}-{HARDWARE}" for engine in configuration.engines_used(config)),
 ]
 SHARDS = configuration.shards(config)
 TRAINED = configuration.trained_drafters(config)
@@ -57,8 +57,13 @@ def script(name, *modules):
     return dependencies.files(workflow.basedir, f"scripts/{name}.py", *modules)
 
 
-def engine_module(name):
-    return f"scripts/breakeven/engines/{name}.py"
+def engine_files(name):
+    """What runs an engine: its module, and on the CPU the operators that stand in for SGLang's own."""
+    stand_in = sorted(
+        path.relative_to(workflow.basedir).as_posix()
+        for path in Path(workflow.basedir).glob(f"envs/{name}-{HARDWARE}/**/*.py")
+    )
+    return [f"scripts/breakeven/engines/{name}.py", *stand_in]
 
 
 def by_hardware(section):
@@ -68,6 +73,12 @@ def by_hardware(section):
 
 def as_json(value):
     return configuration.as_json(value)
+
+
+def response_settings(section):
+    """The engine's own part of responses.settings or responses.environment."""
+    responses = config["responses"]
+    return as_json(by_hardware(responses[section][responses["engine"]]))
 
 
 def shards(folder, suffix):
@@ -86,7 +97,7 @@ def arm_json(wildcards):
 
 
 def arm_script(wildcards):
-    return script("benchmark", engine_module(arm_of(wildcards)["engine"]))
+    return script("benchmark", *engine_files(arm_of(wildcards)["engine"]))
 
 
 def arm_environment(wildcards):
@@ -95,6 +106,10 @@ def arm_environment(wildcards):
 
 def arm_python(wildcards):
     return python(arm_of(wildcards)["engine"])
+
+
+def arm_conda(wildcards):
+    return f"../envs/{arm_of(wildcards)['engine']}-{HARDWARE}.yaml"
 
 
 def arm_settings(wildcards):

@@ -101,7 +101,13 @@ def main() -> None:
         counts={"requests": len(rows), "completion_tokens": counters["completion_tokens"]},
         versions=installed["versions"],
         machine=benchmark.machine(),
-        server={"command": command, "counters": counters, "startup_s": round(startup, 1), "log": log.name, "running": running},
+        server={
+            "command": command,
+            "counters": counters,
+            "startup_s": round(startup, 1),
+            "log": log.name,
+            "running": running,
+        },
         preflight=findings,
         sanity=sanity,
     )

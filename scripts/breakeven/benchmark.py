@@ -162,7 +162,9 @@ def acceptance(prompt_id: str, reply: Reply, delta: Counters, k: int, every_step
         return {"steps": None, "drafted": None, "accepted": None, "accepted_per_position": None}
     steps, drafted, accepted, per_position = delta.steps, delta.drafted, delta.accepted, delta.accepted_per_position
     if accepted is None and reply.histogram is None and len(reply.token_ids) > 1:
-        raise UserError(f"prompt {prompt_id}: the server reports no acceptance, neither in its counters nor per request")
+        raise UserError(
+            f"prompt {prompt_id}: the server reports no acceptance, neither in its counters nor per request"
+        )
     if reply.histogram is not None or accepted is None:
         histogram = (reply.histogram or []) + [0] * (k + 1 - len(reply.histogram or []))
         own_steps, own_per_position = from_histogram(histogram)

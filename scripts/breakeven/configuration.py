@@ -87,8 +87,12 @@ def _check_arms(config: dict[str, Any]) -> None:
 
 def _check_sizes(config: dict[str, Any]) -> None:
     prompts, responses = config["prompts"], config["responses"]
-    if responses["engine"] not in responses["settings"]:
-        raise UserError(f"config, responses.settings: the engine {responses['engine']} has no settings there; add them")
+    for section in ("settings", "environment"):
+        if responses["engine"] not in responses[section]:
+            raise UserError(
+                f"config, responses.{section}: the engine {responses['engine']!r} has none there; add it"
+                f" beside {', '.join(responses[section])}"
+            )
     if prompts["size"] % prompts["shard_size"]:
         raise UserError(
             f"config, prompts.size: {prompts['size']} is no multiple of prompts.shard_size ({prompts['shard_size']});"

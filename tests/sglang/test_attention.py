@@ -61,7 +61,9 @@ def test_decode(lengths, cap, dtype):
         torch.empty(0), cache.table, torch.tensor(cache.rows), torch.tensor(lengths), 0.3, cap, False, 0, None, None,
     )  # fmt: skip
     for i, (k, v) in enumerate(zip(cache.keys, cache.values, strict=True)):
-        close(output[i : i + 1], reference(q[i : i + 1], k, v, torch.ones(1, len(k), dtype=torch.bool), 0.3, cap), dtype)
+        close(
+            output[i : i + 1], reference(q[i : i + 1], k, v, torch.ones(1, len(k), dtype=torch.bool), 0.3, cap), dtype
+        )
     assert torch.equal(cache.k[loc], key)
 
 

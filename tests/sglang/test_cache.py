@@ -23,9 +23,7 @@ def table():
 
 def test_slots_enter_the_table(table):
     before, slots = table.clone(), torch.arange(50, 60)
-    assign_req_to_token_pool_cpu(
-        torch.tensor(REQUESTS), table, torch.tensor(START), torch.tensor(END), slots, WIDTH
-    )
+    assign_req_to_token_pool_cpu(torch.tensor(REQUESTS), table, torch.tensor(START), torch.tensor(END), slots, WIDTH)
     given = iter(slots.tolist())
     for row, start, end in zip(REQUESTS, START, END, strict=True):
         for position in range(start, end):
@@ -45,7 +43,9 @@ def test_slots_come_out_of_the_table(table):
 def test_slots_of_drafts(table, topk, steps):
     out = torch.empty(3 * topk * steps, dtype=torch.long)
     assign_draft_cache_locs_contiguous_cpu(torch.tensor(REQUESTS), table, torch.tensor(START), out, WIDTH, topk, steps)
-    assert out.tolist() == [int(table[r, s + i]) for r, s in zip(REQUESTS, START, strict=True) for i in range(topk * steps)]
+    assert out.tolist() == [
+        int(table[r, s + i]) for r, s in zip(REQUESTS, START, strict=True) for i in range(topk * steps)
+    ]
 
 
 @pytest.mark.parametrize(("topk", "steps"), [(1, 1), (1, 3), (4, 2), (3, 5)])
@@ -86,4 +86,6 @@ def test_cache_moves_in_every_layer_even_where_slots_overlap():
         moved = dict(zip(target, source, strict=True))
         for slot in range(10):
             assert torch.equal(layer[slot], old[moved.get(slot, slot)])
-    copy_all_layer_kv_cache_cpu(torch.tensor([0]), torch.tensor([8]), torch.tensor([], dtype=int), torch.tensor([], dtype=int))
+    copy_all_layer_kv_cache_cpu(
+        torch.tensor([0]), torch.tensor([8]), torch.tensor([], dtype=int), torch.tensor([], dtype=int)
+    )

@@ -38,5 +38,7 @@ def test_torchvision_loads():
     code = "import torchvision.transforms; from torchvision.io import ImageReadMode; print(torchvision.__version__)"
     from conftest import STAND_IN
 
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(STAND_IN)})
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(STAND_IN)}
+    )
     assert done.returncode == 0 and done.stdout.startswith("0.28"), done.stderr

@@ -21,7 +21,9 @@ def random_draft(topk, steps, n, seed):
     candidate_parent = dict.fromkeys(range(topk), None)  # candidate -> candidate it hangs on, None: the root
     expanded = list(range(topk))
     for step in range(1, steps):
-        child = scores.view(topk, 1) * torch.rand(topk, topk, generator=generator)  # a child is less likely than its parent
+        child = scores.view(topk, 1) * torch.rand(
+            topk, topk, generator=generator
+        )  # a child is less likely than its parent
         first = topk + (step - 1) * topk * topk
         for i in range(topk):
             for j in range(topk):

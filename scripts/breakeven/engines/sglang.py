@@ -59,7 +59,9 @@ def refuse(speculation: Speculation, temperature: float, hardware: str) -> str |
     known = ("algorithm", "steps", "topk", "draft_tokens")
     for name in speculation.options:
         if name not in known and not name.startswith("speculative-"):
-            return f"options.{name}: sglang's options are {', '.join(known)} and long options that begin with speculative-"
+            return (
+                f"options.{name}: sglang's options are {', '.join(known)} and long options that begin with speculative-"
+            )
     steps, topk, tokens = draft_numbers(speculation)
     given = f"steps {steps}, topk {topk}, draft_tokens {tokens}"
     if not all(isinstance(value, int) and value >= 1 for value in (steps, topk, tokens or 1)):
@@ -249,9 +251,7 @@ def generate(
     engine = sglang.Engine(model_path=model, **settings)
 
     async def one(index: int) -> tuple[int, list[int], str]:
-        answer = await engine.async_generate(
-            input_ids=prompts[index], sampling_params=sampling_params(sampling[index])
-        )
+        answer = await engine.async_generate(input_ids=prompts[index], sampling_params=sampling_params(sampling[index]))
         finish = answer["meta_info"]["finish_reason"]
         if finish["type"] == "abort":
             raise UserError(f"SGLang aborted request {index}: {finish.get('message')}")
@@ -260,9 +260,7 @@ def generate(
     try:
         waiting = {engine.loop.create_task(one(index)) for index in range(len(prompts))}
         while waiting:
-            done, waiting = engine.loop.run_until_complete(
-                asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            )
+            done, waiting = engine.loop.run_until_complete(asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED))
             for task in done:
                 yield task.result()
     finally:
