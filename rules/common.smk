@@ -176,11 +176,12 @@ def benchmark_passes(arm):
 
 
 def replayed_arms():
-    """Arms whose drafter can be re-run offline on the very outputs that were served."""
+    """Arms whose drafter can be re-run offline on the very outputs that were served; the offline walk is a chain."""
     return [
         name
         for name, arm in config["arms"].items()
         if configuration.method(arm) == "eagle3"
+        and arm.get("options", {}).get("topk", 1) == 1
     ]
 
 
