@@ -108,6 +108,16 @@ def arm_python(wildcards):
     return python(arm_of(wildcards)["engine"])
 
 
+def arm_check(wildcards):
+    """The gate of an arm with a drafter: its preflight has passed, or its findings are allowed."""
+    gated = arm_of(wildcards).get("drafter")
+    return f"results/benchmarks/{wildcards.arm}/check.json" if gated else []
+
+
+def check_options(wildcards):
+    return configuration.check_options(config, wildcards.arm)
+
+
 def arm_conda(wildcards):
     return f"../envs/{arm_of(wildcards)['engine']}-{HARDWARE}.yaml"
 
@@ -154,6 +164,10 @@ def checkpoint_files(drafter):
 def arm_checkpoint(wildcards):
     drafter = arm_of(wildcards).get("drafter")
     return checkpoint_files(drafter) if drafter else []
+
+
+def arm_folder(wildcards):
+    return checkpoint_folder(arm_of(wildcards)["drafter"])
 
 
 def arm_checkpoint_option(wildcards):

@@ -48,10 +48,6 @@ def main() -> None:
     for prompt in asked:
         prompt["token_ids"] = chat.render(tokenizer, prompt["messages"], kwargs)
     warm_up = chat.render(tokenizer, benchmark.WARM_UP, kwargs)
-    longest = max(len(prompt["token_ids"]) for prompt in asked) + protocol.max_tokens
-    findings = benchmark.check_drafter(
-        arm, engine, speculation, flags, args.engine_python, args.target, longest, kwargs
-    )
 
     installed = engine_facts(args.engine_python, arm["engine"])
     port = servers.free_port()
@@ -108,7 +104,6 @@ def main() -> None:
             "log": log.name,
             "running": running,
         },
-        preflight=findings,
         sanity=sanity,
     )
 

@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 import requests
 
-from breakeven import installed, preflight
 from breakeven.acceptance import from_histogram
 from breakeven.cli import Progress, UserError, logger
 from breakeven.engines import Counters, Reply, Speculation
@@ -249,48 +248,3 @@ def speculation_of(arm: dict[str, Any], drafter: str | None) -> Speculation:
     """The Speculation of an arm of the config: method none without drafter and k."""
     method = arm.get("method") or ("eagle3" if arm.get("drafter") else "none")
     return Speculation(method, arm.get("k") or 0, drafter, arm.get("options") or {})
-
-
-def check_drafter(
-    arm: dict[str, Any],
-    engine: ModuleType,
-    speculation: Speculation,
-    flags: dict[str, Any],
-    python: str,
-    target: Path,
-    longest_request: int,
-    chat_template_kwargs: dict[str, Any],
-) -> list[dict[str, Any]]:
-    """The preflight's findings on an arm's drafter; one of level ERROR that the arm does not allow is a UserError.
-
-    Before any server starts, since engines serve most of these faults without a word. longest_request: tokens of the
-    longest prompt and its answer.
-    """
-    if speculation.drafter is None:
-        return []
-    site = installed.site_packages(python)
-    named = {name.replace("-", "_"): value for name, value in flags.items()}
-    case = preflight.Case(
-        checkpoint=Path(speculation.drafter),
-        target=target,
-        engine=engine.NAME,
-        version=installed.version(site, engine.NAME),
-        algorithm=engine.algorithm(speculation),
-        k=speculation.k,
-        max_model_len=named.get("max_model_len") or named.get("context_length"),
-        longest_request=longest_request,
-        tensor_parallel=named.get("tensor_parallel_size") or named.get("tp_size") or named.get("tp") or 1,
-        chat_template_kwargs=chat_template_kwargs,
-        site=site,
-        flags=named,
-    )
-    found = preflight.examine(case, arm.get("allow", []))
-    for finding in found:
-        logger.info("%s%s: %s", finding.level, ", allowed" if finding.allowed else "", finding.message)
-    for finding in found:
-        if finding.level == "ERROR" and not finding.allowed:
-            raise UserError(
-                f"arm {arm['name']}: {finding.message}; {engine.NAME} {case.version} {finding.effect}; {finding.mend}"
-                f" (to measure it as it is: allow: [{finding.id}])"
-            )
-    return [finding.as_json() for finding in found]

@@ -146,6 +146,25 @@ def engines_used(config: dict[str, Any]) -> list[str]:
     return sorted(used | ({config["responses"]["engine"]} if trained_drafters(config) else set()))
 
 
+def check_options(config: dict[str, Any], name: str) -> list[str]:
+    """What check_drafter.py must know of how an arm will be served, as words of its command line."""
+    from breakeven import engines
+
+    arm = config["arms"][name]
+    speculation = engines.Speculation(method(arm), arm.get("k", 0), arm.get("drafter"), arm.get("options", {}))
+    algorithm = engines.engine(arm["engine"]).algorithm(speculation)
+    words = ["--engine", arm["engine"], "--speculative-algorithm", algorithm, "--num-speculative-tokens", str(arm["k"])]
+    flags = config["engines"][arm["engine"]]["flags"][config["hardware"]] | arm.get("flags", {})
+    for names, option in (
+        (("max-model-len", "context-length"), "--max-model-len"),
+        (("tensor-parallel-size", "tp-size", "tp"), "--tensor-parallel-size"),
+    ):
+        words += [word for flag in names if flag in flags for word in (option, str(flags[flag]))]
+    for flag, value in flags.items():
+        words += ["--flag", flag if value is True else f"{flag}={value if isinstance(value, str) else as_json(value)}"]
+    return words + [word for finding in arm.get("allow", []) for word in ("--allow", finding)]
+
+
 def benchmark_prompts(config: dict[str, Any]) -> list[str]:
     """Prompt files of the protocols that some arm uses; training prompts must not overlap them."""
     used = {arm["protocol"] for arm in config["arms"].values()}

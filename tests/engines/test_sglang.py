@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from breakeven import configuration
 from breakeven.acceptance import agreement
 
 ROOT = Path(__file__).parents[2]
@@ -117,11 +118,18 @@ def test_drafts_that_need_no_training(measured, arm):
 
 
 @pytest.mark.parametrize("name", ["EAGLE", "eagle", "Eagle", "NEXTN", "nextn", "STANDALONE"])
-def test_the_wrong_flag_is_refused_before_a_server_starts(tmp_path, name):
-    done = run(tmp_path, name="wrong", options={"algorithm": name}, **EAGLE3)
-    assert done.returncode == 1
-    assert f"--speculative-algorithm is {name}" in done.stderr and "EAGLE-3 needs EAGLE3" in done.stderr
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("allow", [[], ["algorithm"]])
+def test_the_wrong_flag_is_refused_before_a_server_starts(tmp_path, name, allow):
+    """The check that an arm waits for, with the options that the workflow gives it."""
+    arm = EAGLE3 | {"engine": "sglang", "options": {"algorithm": name}, "allow": allow}
+    words = [sys.executable, ROOT / "scripts" / "check_drafter.py", "--checkpoint", DRAFTER, "--target", TARGET]
+    words += ["--engine-python", PYTHON["sglang"], "--json", tmp_path / "check.json"]
+    words += configuration.check_options(CONFIG | {"arms": {"wrong": arm}}, "wrong")
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == (0 if allow else 1), done.stdout + done.stderr
+    found = {finding["id"]: finding for finding in json.loads((tmp_path / "check.json").read_text())["findings"]}
+    assert f"--speculative-algorithm is {name}" in found["algorithm"]["message"]
+    assert found["algorithm"]["allowed"] is bool(allow)
 
 
 def test_the_wrong_flag_where_it_is_allowed(measured):
@@ -129,7 +137,8 @@ def test_the_wrong_flag_where_it_is_allowed(measured):
     steps, accepted = curve(rows)
     right = curve(measured("k3", **EAGLE3)[0])
     assert 1 + sum(accepted) / steps < 1.15 < 1 + sum(right[1]) / right[0]
-    assert [found["id"] for found in manifest["preflight"] if found["allowed"]] == ["algorithm"]
+    assert manifest["parameters"]["allow"] == ["algorithm"]
+    assert manifest["server"]["running"]["speculative-algorithm"] == "EAGLE"
     plain, _ = measured("plain")
     assert rows[0]["output_token_ids"][:8] == plain[0]["output_token_ids"][:8]
 
