@@ -44,6 +44,14 @@ def _extend_mask(seq_lens: tuple[int, ...], lengths: tuple[int, ...], causal: bo
     return (key < ends) & (key <= ends - own + torch.arange(max(lengths))[:, None])
 
 
+@lru_cache(maxsize=64)
+def _layout(lengths: tuple[int, ...], starts: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each extended token: its request, its place within it, its place in the flat batch; int64 [T] each."""
+    rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    places = torch.cat([torch.arange(n) for n in lengths])
+    return rows, places, places + torch.tensor(starts)[rows]
+
+
 def _tree_mask(tree: torch.Tensor, seq_lens: tuple[int, ...], n: int) -> torch.Tensor:
     """bool [B, n, S] from the draft tokens' own mask, bool [B * n * n]: all of the prefix, then the mask."""
     tree = tree.view(-1)[: len(seq_lens) * n * n].view(len(seq_lens), n, n)
@@ -53,12 +61,17 @@ def _tree_mask(tree: torch.Tensor, seq_lens: tuple[int, ...], n: int) -> torch.T
     return (own < 0) | (inside & (own < n))
 
 
-def _slots(req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: tuple[int, ...]) -> torch.Tensor:
-    """Slots of the requests' positions, int [B, S]; behind a request's end its first slot, whose values are finite."""
+def _pages(k_cache, v_cache, req_to_token, rows, seq_lens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the requests' positions, [B, S, Hkv, D] each; zero behind a request's end.
+
+    What the table holds there is stale, and its slots may hold NaN, which a mask alone does not keep out of the sum.
+    """
     slots = req_to_token[rows.long(), : max(seq_lens)]
+    k, v = k_cache[slots], v_cache[slots]
     if min(seq_lens) < max(seq_lens):
-        slots = torch.where(_lengths_mask(seq_lens)[:, 0, 0], slots, slots[:, :1])
-    return slots
+        behind = ~_lengths_mask(seq_lens).view(*slots.shape, 1, 1)
+        k, v = k.masked_fill(behind, 0), v.masked_fill(behind, 0)
+    return k, v
 
 
 def _attend(q, k, v, mask, scale: float, cap: float) -> torch.Tensor:
@@ -66,7 +79,7 @@ def _attend(q, k, v, mask, scale: float, cap: float) -> torch.Tensor:
     batch, n, heads, size = q.shape
     groups = heads // k.shape[2]
     # [B, N, Hkv * G, D] -> [B, Hkv, G * N, D]
-    q = q.view(batch, n, -1, groups, size).permute(0, 2, 3, 1, 4).reshape(batch, -1, groups * n, size)
+    q = q.reshape(batch, n, -1, groups, size).permute(0, 2, 3, 1, 4).reshape(batch, -1, groups * n, size)
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if mask is not None and n > 1:
         mask = mask.repeat(1, 1, groups, 1)
@@ -115,9 +128,9 @@ def decode_attention(
         k_cache[loc] = key.view(-1, *k_cache.shape[1:]).to(k_cache.dtype)
         v_cache[loc] = value.view(-1, *v_cache.shape[1:]).to(v_cache.dtype)
     lengths = tuple(seq_lens.tolist())
-    slots = _slots(req_to_token, req_pool_indices, lengths)
+    k, v = _pages(k_cache, v_cache, req_to_token, req_pool_indices, lengths)
     mask = None if min(lengths) == max(lengths) else _lengths_mask(lengths)
-    output.copy_(_attend(query[:, None], k_cache[slots], v_cache[slots], mask, sm_scale, logit_cap)[:, 0])
+    output.copy_(_attend(query[:, None], k, v, mask, sm_scale, logit_cap)[:, 0])
 
 
 def extend_attention(
@@ -151,7 +164,7 @@ def extend_attention(
     [B * n * n]: which of its own n tokens a token sees; then all requests have n of them.
     """
     _only_plain(is_cross_attn, sliding_window_size, sinks)
-    ends, own, starts = tuple(seq_lens.tolist()), tuple(extend_seq_lens.tolist()), extend_start_loc.tolist()
+    ends, own, starts = tuple(seq_lens.tolist()), tuple(extend_seq_lens.tolist()), tuple(extend_start_loc.tolist())
     if 0 in own:  # an idle request of a padded batch
         kept = [i for i, n in enumerate(own) if n]
         if not kept:
@@ -161,12 +174,10 @@ def extend_attention(
     most, uniform = max(own), min(own) == max(own)
     if tree_mask is not None and not uniform:
         raise NotImplementedError("a tree mask with unequal numbers of draft tokens")
-    rows = torch.arange(len(own)).repeat_interleave(torch.tensor(own))  # request and place of each token, [T]
-    places = torch.cat([torch.arange(n) for n in own])
-    tokens = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, own, strict=True)])
+    rows, places, tokens = _layout(own, starts)
 
-    slots = _slots(req_to_token, req_pool_indices, ends)
-    k, v = k_buffer[slots].to(q_extend.dtype), v_buffer[slots].to(q_extend.dtype)
+    k, v = _pages(k_buffer, v_buffer, req_to_token, req_pool_indices, ends)
+    k, v = k.to(q_extend.dtype), v.to(q_extend.dtype)
     if k_extend is not None:
         # They need not be in the cache (save_kv_cache=False).
         columns = places + (torch.tensor(ends) - torch.tensor(own))[rows]
