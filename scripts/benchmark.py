@@ -111,9 +111,9 @@ def main() -> None:
 def engine_facts(python: str, name: str) -> dict:
     """Versions and optional flags of the engine in another interpreter, without importing the engine."""
     code = (
-        "import json, sys, sysconfig; sys.path.insert(0, sys.argv[1]); from breakeven import engines;"
+        "import json, sys; sys.path.insert(0, sys.argv[1]); from breakeven import engines;"
         f"print(json.dumps({{'versions': engines.versions({name!r}), 'optional_flags':"
-        f" sorted(engines.engine({name!r}).optional_flags(sysconfig.get_paths()['purelib']))}}))"
+        f" sorted(engines.engine({name!r}).optional_flags())}}))"
     )
     done = subprocess.run([python, "-c", code, str(Path(__file__).parent)], capture_output=True, text=True)
     if done.returncode != 0:

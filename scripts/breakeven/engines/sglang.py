@@ -4,6 +4,7 @@ Facts were read from SGLang 0.5.9 and 0.5.23 and seen with 0.5.23 on the CPU (do
 request's meta_info: its gauges in /metrics hold the last log interval only, its counters know no accepted tokens.
 """
 
+import importlib.util
 import os
 import re
 import sys
@@ -126,8 +127,10 @@ def speculative_flags(model: str, speculation: Speculation) -> dict[str, Any]:
     return flags | {name: value for name, value in speculation.options.items() if name.startswith("speculative-")}
 
 
-def optional_flags(site_packages: str) -> set[str]:
+def optional_flags() -> set[str]:
     """Optional flags that the installed SGLang knows: none are used."""
+    if importlib.util.find_spec("sglang") is None:
+        raise UserError("sglang is not installed in this environment")
     return set()
 
 

@@ -4,10 +4,12 @@ Facts are those of vLLM 0.20.2 (CUDA) and 0.32.0 (CPU); docs/design.md, section 
 Counters: `num_drafts` counts verification steps, `num_accepted_tokens` excludes the bonus token.
 """
 
+import importlib.util
 import json
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from breakeven.cli import UserError
@@ -83,11 +85,13 @@ def check_settings(session, url: str, model: str, speculation: Speculation, flag
     return {}
 
 
-def optional_flags(site_packages: str) -> set[str]:
+def optional_flags() -> set[str]:
     """Optional flags that the installed vLLM knows, read from its source without importing it."""
-    path = os.path.join(site_packages, "vllm", "engine", "arg_utils.py")
-    with open(path) as file:
-        return {PER_REQUEST_METRICS} if PER_REQUEST_METRICS in file.read() else set()
+    spec = importlib.util.find_spec("vllm")
+    if spec is None:
+        raise UserError("vllm is not installed in this environment")
+    source = Path(spec.submodule_search_locations[0], "engine", "arg_utils.py").read_text()
+    return {PER_REQUEST_METRICS} & set(re.findall(r"--[a-z-]+", source))
 
 
 def request(model: str, prompt: list[int], sampling: dict[str, Any]) -> tuple[str, dict[str, Any]]:
