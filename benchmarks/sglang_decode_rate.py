@@ -13,10 +13,11 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+# The second folder lets this environment's torchvision load, which transformers asks for.
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("scripts", "envs/sglang-cpu")]
 
-from breakeven import benchmark, chat, cli, conversations, servers, target
-from breakeven.engines import Speculation, sglang
+from breakeven import benchmark, chat, cli, conversations, servers, target  # noqa: E402
+from breakeven.engines import Speculation, sglang  # noqa: E402
 
 FLAGS = {
     "device": "cpu",

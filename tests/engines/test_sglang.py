@@ -19,12 +19,13 @@ import yaml
 
 from breakeven import configuration
 from breakeven.acceptance import agreement
+from breakeven.engines import sglang
 
 ROOT = Path(__file__).parents[2]
 TARGET = Path(os.environ.get("BREAKEVEN_TEST_TARGET", ROOT / "results" / "target"))
 DRAFTER = Path(os.environ.get("BREAKEVEN_TEST_DRAFTER", ROOT / "results" / "drafters" / "own" / "checkpoint"))
 PYTHON = {name: ROOT / ".envs" / f"{name}-cpu" / "bin" / "python" for name in ("sglang", "vllm")}
-PROTOCOL = {"name": "test", "max_tokens": 64, "temperature": 0, "passes": 1, "prompts": "x", "ignore_eos": True}
+PROTOCOL = {"name": "test", "max_tokens": 64, "temperature": 0, "ignore_eos": True}
 CONFIG = yaml.safe_load((ROOT / "config.yaml").read_text())
 
 pytestmark = [
@@ -168,10 +169,9 @@ def test_a_server_killed_while_it_is_measured(tmp_path):
 
 def test_responses_offline(tmp_path):
     code = (
-        "import json, os, sys; sys.path.insert(0, 'scripts')\n"
+        "import json, sys\n"
         "from breakeven.engines import sglang\n"
         "if __name__ == '__main__':\n"
-        "    os.environ.update(sglang.environment('cpu') | {'OMP_NUM_THREADS': '1'})\n"
         "    prompts = [[1, 504, 314], [1, 9690, 198, 2683]]\n"
         "    sampling = [{'max_tokens': n, 'temperature': 0, 'top_p': 1} for n in (5, 9)]\n"
         "    done = list(sglang.generate(sys.argv[1], prompts, sampling, json.loads(sys.argv[2])))\n"
@@ -179,9 +179,11 @@ def test_responses_offline(tmp_path):
     )
     (tmp_path / "offline.py").write_text(code)
     settings = CONFIG["responses"]["settings"]["sglang"]["cpu"]
+    environment = sglang.environment("cpu") | {"OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = f"{sglang.CPU_OPERATORS}:{ROOT / 'scripts'}"
     done = subprocess.run(
         [PYTHON["sglang"], tmp_path / "offline.py", TARGET, json.dumps(settings)],
-        capture_output=True, text=True, cwd=ROOT,
+        capture_output=True, text=True, cwd=ROOT, env=os.environ | environment,
     )  # fmt: skip
     line = next((line for line in done.stdout.splitlines() if line.startswith("DONE")), None)
     assert line, done.stderr[-3000:]

@@ -7,7 +7,6 @@ request's meta_info: its gauges in /metrics hold the last log interval only, its
 import importlib.util
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -243,12 +242,10 @@ def generate(
     """Generate offline; yields (index, response token ids, finish reason) in the order of completion.
 
     sampling[i]: temperature, max_tokens, top_p, seed. settings: arguments of sglang.Engine. The engine's processes are
-    children of this one and die with it.
+    children of this one and die with it; `environment`, PYTHONPATH included, must be in force before.
     """
     import asyncio
 
-    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-        sys.path.insert(0, str(CPU_OPERATORS))
     import sglang
 
     engine = sglang.Engine(model_path=model, **settings)
