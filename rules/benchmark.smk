@@ -6,6 +6,8 @@ rule benchmark:
         target="results/target/manifest.json",
         prompts=arm_prompts,
         checkpoint=arm_checkpoint,
+        # A gate: a better-worded finding does not measure anything again.
+        check=ancient(arm_check),
     output:
         requests="results/benchmarks/{arm}/pass-{number}.parquet",
         manifest="results/benchmarks/{arm}/pass-{number}.manifest.json",
@@ -14,7 +16,7 @@ rule benchmark:
         server="logs/benchmark/{arm}/pass-{number}.server.log",
     priority: pass_priority
     conda:
-        f"../envs/vllm-{HARDWARE}.yaml"
+        arm_conda
     threads: config["threads"]
     resources:
         gpu=1 if HARDWARE == "cuda" else 0,

@@ -17,10 +17,11 @@ except UserError as error:
     raise WorkflowError(str(error)) from None
 
 HARDWARE = config["hardware"]
+ENGINES = configuration.engines_used(config)
 ENVIRONMENTS = [
     "workflow",
     f"model-{HARDWARE}",
-    *(f"{engine}-{HARDWARE}" for engine in config["engines"]),
+    *(f"{engine}-{HARDWARE}" for engine in ENGINES),
 ]
 SHARDS = configuration.shards(config)
 TRAINED = configuration.trained_drafters(config)
@@ -34,7 +35,7 @@ PREPARING = 5000
 wildcard_constraints:
     arm="|".join(config["arms"]),
     drafter="|".join(TRAINED) or "none",
-    engine="|".join(config["engines"]),
+    engine="|".join(ENGINES),
     shard=r"\d{6}\d*",
     number=r"\d+",
 
@@ -58,8 +59,13 @@ def script(name, *modules):
     return dependencies.files(workflow.basedir, f"scripts/{name}.py", *modules)
 
 
-def engine_module(name):
-    return f"scripts/breakeven/engines/{name}.py"
+def engine_files(name):
+    """What runs an engine: its module, and on the CPU the operators that stand in for SGLang's own."""
+    stand_in = sorted(
+        path.relative_to(workflow.basedir).as_posix()
+        for path in Path(workflow.basedir).glob(f"envs/{name}-{HARDWARE}/**/*.py")
+    )
+    return [f"scripts/breakeven/engines/{name}.py", *stand_in]
 
 
 def by_hardware(section):
@@ -69,6 +75,12 @@ def by_hardware(section):
 
 def as_json(value):
     return configuration.as_json(value)
+
+
+def response_settings(section):
+    """The engine's own part of responses.settings or responses.environment."""
+    responses = config["responses"]
+    return as_json(by_hardware(responses[section][responses["engine"]]))
 
 
 def shards(folder, suffix):
@@ -87,7 +99,7 @@ def arm_json(wildcards):
 
 
 def arm_script(wildcards):
-    return script("benchmark", engine_module(arm_of(wildcards)["engine"]))
+    return script("benchmark", *engine_files(arm_of(wildcards)["engine"]))
 
 
 def arm_environment(wildcards):
@@ -96,6 +108,20 @@ def arm_environment(wildcards):
 
 def arm_python(wildcards):
     return python(arm_of(wildcards)["engine"])
+
+
+def arm_check(wildcards):
+    """The gate of an arm with a drafter: its preflight has passed, or its findings are allowed."""
+    gated = arm_of(wildcards).get("drafter")
+    return f"results/benchmarks/{wildcards.arm}/check.json" if gated else []
+
+
+def check_options(wildcards):
+    return configuration.check_options(config, wildcards.arm)
+
+
+def arm_conda(wildcards):
+    return f"../envs/{arm_of(wildcards)['engine']}-{HARDWARE}.yaml"
 
 
 def arm_settings(wildcards):
@@ -159,6 +185,10 @@ def arm_checkpoint(wildcards):
     return checkpoint_files(drafter) if drafter else []
 
 
+def arm_folder(wildcards):
+    return checkpoint_folder(arm_of(wildcards)["drafter"])
+
+
 def arm_checkpoint_option(wildcards):
     drafter = arm_of(wildcards).get("drafter")
     return f"--checkpoint {checkpoint_folder(drafter)}" if drafter else ""
@@ -179,11 +209,12 @@ def benchmark_passes(arm):
 
 
 def replayed_arms():
-    """Arms whose drafter can be re-run offline on the very outputs that were served."""
+    """Arms whose drafter can be re-run offline on the very outputs that were served; the offline walk is a chain."""
     return [
         name
         for name, arm in config["arms"].items()
         if configuration.method(arm) == "eagle3"
+        and arm.get("options", {}).get("topk", 1) == 1
     ]
 
 
@@ -206,7 +237,7 @@ def what_if_files():
 
 def step_cost_files():
     """Step costs that enter the verdict: those that have been measured (`snakemake step_cost`); none are asked for."""
-    paths = [f"results/stepcost/{engine}.parquet" for engine in config["engines"]]
+    paths = [f"results/stepcost/{engine}.parquet" for engine in ENGINES]
     return [path for path in paths if Path(path).is_file()]
 
 

@@ -2,7 +2,7 @@ rule generate_responses:
     input:
         environment=environment(config["responses"]["engine"]),
         script=script(
-            "generate_responses", engine_module(config["responses"]["engine"])
+            "generate_responses", *engine_files(config["responses"]["engine"])
         ),
         target="results/target/manifest.json",
         pool="results/prompts/pool.parquet",
@@ -25,8 +25,8 @@ rule generate_responses:
         engine=lookup("responses/engine", within=config),
         samples=lookup("responses/samples_per_prompt", within=config),
         sampling=as_json(config["responses"]["sampling"]),
-        settings=as_json(by_hardware(config["responses"]["settings"])),
-        environment=as_json(by_hardware(config["responses"]["environment"])),
+        settings=response_settings("settings"),
+        environment=response_settings("environment"),
         hardware=HARDWARE,
     shell:
         "{params.python} {input.script[0]} --target results/target --pool {input.pool} --start {wildcards.shard}"

@@ -27,7 +27,9 @@ rule measure_step_cost:
     input:
         environment=environment("workflow"),
         engine=lambda wildcards: environment(wildcards.engine),
-        script=lambda wildcards: script("step_cost", engine_module(wildcards.engine)),
+        script=lambda wildcards: script(
+            "step_cost", *engine_files(wildcards.engine)
+        ),
         target="results/target/manifest.json",
         drafter="results/stepcost/drafter/manifest.json",
     output:
@@ -60,7 +62,7 @@ rule measure_step_cost:
 # Break-even before any data: measures what is not measured yet, and prints what it means.
 rule step_cost:
     input:
-        expand("results/stepcost/{engine}.txt", engine=config["engines"]),
+        expand("results/stepcost/{engine}.txt", engine=ENGINES),
     log:
         "logs/step_cost.log",
     localrule: True

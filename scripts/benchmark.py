@@ -18,7 +18,7 @@ from breakeven import artefacts, benchmark, chat, cli, conversations, engines, s
 def main() -> None:
     parser = cli.parser(__doc__)
     parser.add_argument(
-        "--arm", required=True, type=json.loads, help="name, engine, drafter, k, method, options as JSON"
+        "--arm", required=True, type=json.loads, help="name, engine, drafter, k, method, options, allow as JSON"
     )
     parser.add_argument("--pass", dest="number", required=True, type=int, help="number of this pass, from 1")
     parser.add_argument("--checkpoint", type=Path, help="drafter checkpoint, for arms with a drafter")
@@ -39,6 +39,7 @@ def main() -> None:
     reason = engine.refuse(speculation, protocol.temperature, args.hardware)
     if reason:
         raise cli.UserError(f"arm {arm['name']}: {reason}")
+    flags = settings.get("flags", {}) | arm.get("flags", {})
     manifest = target.read_manifest(args.target)
     kwargs = manifest["parameters"]["chat_template_kwargs"]
     tokenizer = chat.load_tokenizer(args.target)
@@ -51,7 +52,6 @@ def main() -> None:
     port = servers.free_port()
     served_name, url = f"breakeven-{port}", f"http://127.0.0.1:{port}"
     environment = engine.environment(args.hardware) | settings.get("environment", {})
-    flags = settings.get("flags", {}) | arm.get("flags", {})
     command = engine.command(
         args.engine_python, str(args.target), served_name, port, speculation, flags, set(installed["optional_flags"])
     )
@@ -59,12 +59,15 @@ def main() -> None:
     timeout = settings.get("startup_timeout", 900)
     with servers.serve(command, environment, log, url, served_name, timeout) as startup:
         client = benchmark.Client(engine, url, served_name)
+        running = engine.check_settings(client.session, url, str(args.target), speculation, flags)
         benchmark.check_template(client, benchmark.WARM_UP, warm_up, kwargs)
         # Until caches, allocators and thread pools have settled, a request is slower than the ones behind it.
+        generated = client.counters().completion_tokens
         for _ in range(2):
             reply, _, _ = client.stream(warm_up, protocol.sampling() | {"max_tokens": 32})
-        client.settled_counters(2 * len(reply.token_ids))
-        rows, counters = benchmark.measure(client, protocol, asked, speculation.k)
+            generated += len(reply.token_ids)
+        client.settled_counters(generated)
+        rows, counters = benchmark.measure(client, protocol, asked, speculation)
         sanity = benchmark.sanity(client, rows)
 
     rows = [{"arm": arm["name"], "pass_number": args.number} | row for row in rows]
@@ -82,6 +85,7 @@ def main() -> None:
             "method": speculation.method,
             "k": speculation.k,
             "options": speculation.options,
+            "allow": arm.get("allow", []),
             "protocol": vars(protocol),
             "flags": flags,
             "environment": environment,
@@ -92,7 +96,13 @@ def main() -> None:
         counts={"requests": len(rows), "completion_tokens": counters["completion_tokens"]},
         versions=installed["versions"],
         machine=benchmark.machine(),
-        server={"command": command, "counters": counters, "startup_s": round(startup, 1), "log": log.name},
+        server={
+            "command": command,
+            "counters": counters,
+            "startup_s": round(startup, 1),
+            "log": log.name,
+            "running": running,
+        },
         sanity=sanity,
     )
 

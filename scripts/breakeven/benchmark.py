@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import requests
 
+from breakeven.acceptance import from_histogram
 from breakeven.cli import Progress, UserError, logger
 from breakeven.engines import Counters, Reply, Speculation
 from breakeven.sanity import degenerate
@@ -102,7 +103,7 @@ def check_template(client: Client, messages: list[dict[str, str]], ours: list[in
 
 
 def measure(
-    client: Client, protocol: Protocol, prompts: list[dict[str, Any]], k: int
+    client: Client, protocol: Protocol, prompts: list[dict[str, Any]], speculation: Speculation
 ) -> tuple[list[dict[str, Any]], dict]:
     """Measure each prompt once, single stream.
 
@@ -110,6 +111,7 @@ def measure(
     of the server's counters over all of them. Raises UserError where the client's numbers contradict the server's.
     """
     sampling = protocol.sampling()
+    every_step = speculation.method not in client.engine.SKIPS_UNDRAFTED
     start = before = client.counters()
     rows = []
     with Progress(len(prompts), "prompts", "benchmark", every=0) as progress:
@@ -130,20 +132,12 @@ def measure(
                     "finish_reason": reply.finish_reason,
                     "ttft_s": first,
                     "e2e_s": last,
-                    **acceptance(prompt["prompt_id"], reply, delta, k),
+                    **acceptance(prompt["prompt_id"], reply, delta, speculation.k, every_step),
                 }
             )
             rate = (len(reply.token_ids) - 1) / (last - first) if last > first else float("nan")
             progress.add(1, f"{rate:.1f} tok/s")
-    total = before - start
-    return rows, {
-        "steps": total.steps,
-        "drafted": total.drafted,
-        "accepted": total.accepted,
-        "accepted_per_position": total.accepted_per_position,
-        "completion_tokens": total.completion_tokens,
-        "prompt_tokens": total.prompt_tokens,
-    }
+    return rows, vars(before - start)
 
 
 def check_tokens(prompt_id: str, reply: Reply, delta: Counters) -> None:
@@ -156,34 +150,46 @@ def check_tokens(prompt_id: str, reply: Reply, delta: Counters) -> None:
         )
 
 
-def acceptance(prompt_id: str, reply: Reply, delta: Counters, k: int) -> dict[str, Any]:
+def acceptance(prompt_id: str, reply: Reply, delta: Counters, k: int, every_step: bool = True) -> dict[str, Any]:
     """Speculation columns of one request, per-request metrics against counters.
 
     completion tokens = 1 (prefill) + steps + accepted - overshoot: the last step may run past the end of the text by up
-    to k tokens. Anything else means that tokens and counters do not belong together.
+    to k tokens. Anything else means that tokens and counters do not belong together. every_step False: the engine leaves
+    steps without a draft out of its counts; the tokens that remain are those steps, and are counted here.
     """
     if k == 0:
         return {"steps": None, "drafted": None, "accepted": None, "accepted_per_position": None}
-    per_position = delta.accepted_per_position + [0] * (k - len(delta.accepted_per_position))
-    if reply.histogram is not None:
-        steps, accepted = sum(reply.histogram), sum(a * n for a, n in enumerate(reply.histogram))
-        if (steps, accepted) != (delta.steps, delta.accepted):
+    steps, drafted, accepted, per_position = delta.steps, delta.drafted, delta.accepted, delta.accepted_per_position
+    if accepted is None and reply.histogram is None and len(reply.token_ids) > 1:
+        raise UserError(
+            f"prompt {prompt_id}: the server reports no acceptance, neither in its counters nor per request"
+        )
+    if reply.histogram is not None or accepted is None:
+        histogram = (reply.histogram or []) + [0] * (k + 1 - len(reply.histogram or []))
+        own_steps, own_per_position = from_histogram(histogram)
+        own_accepted = int(own_per_position.sum())
+        if (own_steps, own_accepted) != (
+            own_steps if steps is None else steps,
+            own_accepted if accepted is None else accepted,
+        ):
             raise UserError(
-                f"prompt {prompt_id}: per-request metrics say {steps} steps and {accepted} accepted tokens, the server's"
-                f" counters {delta.steps} and {delta.accepted}; is something else using this server?"
+                f"prompt {prompt_id}: per-request metrics say {own_steps} steps and {own_accepted} accepted tokens, the"
+                f" server's counters {steps} and {accepted}; is something else using this server?"
             )
-    overshoot = 1 + delta.steps + delta.accepted - len(reply.token_ids)
+        if accepted is None:
+            steps, accepted, per_position = own_steps, own_accepted, own_per_position.tolist()
+            drafted = reply.drafted or 0
+    overshoot = 1 + steps + accepted - len(reply.token_ids)
+    if not every_step:
+        steps += max(0, -overshoot)
+        overshoot = max(0, overshoot)
     if not 0 <= overshoot <= k:
         raise UserError(
-            f"prompt {prompt_id}: {len(reply.token_ids)} tokens do not fit 1 + {delta.steps} steps + {delta.accepted}"
+            f"prompt {prompt_id}: {len(reply.token_ids)} tokens do not fit 1 + {steps} steps + {accepted}"
             f" accepted (overshoot {overshoot}, possible are 0 to {k})"
         )
-    return {
-        "steps": delta.steps,
-        "drafted": delta.drafted,
-        "accepted": delta.accepted,
-        "accepted_per_position": per_position[:k],
-    }
+    per_position = per_position + [0] * (k - len(per_position))
+    return {"steps": steps, "drafted": drafted, "accepted": accepted, "accepted_per_position": per_position[:k]}
 
 
 def sanity(client: Client, rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -87,6 +87,12 @@ def _check_arms(config: dict[str, Any]) -> None:
 
 def _check_sizes(config: dict[str, Any]) -> None:
     prompts, responses = config["prompts"], config["responses"]
+    for section in ("settings", "environment"):
+        if responses["engine"] not in responses[section]:
+            raise UserError(
+                f"config, responses.{section}: the engine {responses['engine']!r} has none there; add it"
+                f" beside {', '.join(responses[section])}"
+            )
     if prompts["size"] % prompts["shard_size"]:
         raise UserError(
             f"config, prompts.size: {prompts['size']} is no multiple of prompts.shard_size ({prompts['shard_size']});"
@@ -132,6 +138,31 @@ def checkpoint_files(config: dict[str, Any], drafter: str) -> list[str]:
             f"config, drafters.{drafter}.checkpoint: {folder} has no config.json with safetensors beside it"
         )
     return [str(path) for path in files]
+
+
+def engines_used(config: dict[str, Any]) -> list[str]:
+    """Engines that an arm runs on or that generate the responses of a trained drafter; only these need environments."""
+    used = {arm["engine"] for arm in config["arms"].values()}
+    return sorted(used | ({config["responses"]["engine"]} if trained_drafters(config) else set()))
+
+
+def check_options(config: dict[str, Any], name: str) -> list[str]:
+    """What check_drafter.py must know of how an arm will be served, as words of its command line."""
+    from breakeven import engines
+
+    arm = config["arms"][name]
+    speculation = engines.Speculation(method(arm), arm.get("k", 0), arm.get("drafter"), arm.get("options", {}))
+    algorithm = engines.engine(arm["engine"]).algorithm(speculation)
+    words = ["--engine", arm["engine"], "--speculative-algorithm", algorithm, "--num-speculative-tokens", str(arm["k"])]
+    flags = config["engines"][arm["engine"]]["flags"][config["hardware"]] | arm.get("flags", {})
+    for names, option in (
+        (("max-model-len", "context-length"), "--max-model-len"),
+        (("tensor-parallel-size", "tp-size", "tp"), "--tensor-parallel-size"),
+    ):
+        words += [word for flag in names if flag in flags for word in (option, str(flags[flag]))]
+    for flag, value in flags.items():
+        words += ["--flag", flag if value is True else f"{flag}={value if isinstance(value, str) else as_json(value)}"]
+    return words + [word for finding in arm.get("allow", []) for word in ("--allow", finding)]
 
 
 def benchmark_prompts(config: dict[str, Any]) -> list[str]:

@@ -154,6 +154,14 @@ def number_of_features(engine: str, version: str, config: dict, mla: bool = Fals
     return len(nested_ids) if nested_ids else 3
 
 
+def most_draft_tokens(steps: int, topk: int) -> int:
+    """The most draft tokens SGLang can select, the root included: a chain, or all candidates of its tree.
+
+    Read from eagle_utils.py, organize_draft_results: topk candidates, then topk * topk in each further step.
+    """
+    return steps + 1 if topk == 1 else 1 + topk + (steps - 1) * topk * topk
+
+
 def export_ids(layers: list[int], family: str, n_layers: int) -> dict:
     """The config.json keys from which both engines capture exactly these physical tensors.
 

@@ -1234,7 +1234,7 @@ def serving(case: Case) -> Iterator[Finding]:
             "fails at start or drafts nothing",
         )  # fmt: skip
         return
-    most = steps + 1 if topk == 1 else 1 + topk + (steps - 1) * topk * topk
+    most = conventions.most_draft_tokens(steps, topk)
     if tokens > most:
         effect = "sets draft tokens to steps + 1" if topk == 1 else "cannot select that many and fails"
         yield case.found(

@@ -102,7 +102,7 @@ def serve(
             raise UserError(
                 f"the server exited with {process.returncode} while it was in use; its log ends:\n{log_tail(log)}"
             )
-    except requests.ConnectionError as error:
+    except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:  # the latter inside a stream
         _settle(process)
         raise UserError(
             f"the server stopped answering ({type(error).__name__}, exit code {process.poll()}); its log ends:\n{log_tail(log)}"

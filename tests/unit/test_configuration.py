@@ -142,3 +142,45 @@ def test_every_key_of_the_schema_is_described():
 
     visit(schema, "")
     assert silent == []
+
+
+def test_only_engines_in_use_need_environments(config):
+    assert configuration.engines_used(config) == ["vllm"]
+    config["arms"]["sglang-plain"] = {"engine": "sglang", "protocol": "quick"}
+    assert configuration.engines_used(config) == ["sglang", "vllm"]
+    config["arms"] = {"sglang-plain": config["arms"]["sglang-plain"]}
+    config["responses"]["engine"] = "sglang"
+    assert configuration.engines_used(config) == ["sglang"]
+
+
+def test_the_engine_of_the_responses_needs_settings(config):
+    del config["responses"]["settings"]["sglang"]
+    config["responses"]["engine"] = "sglang"
+    with pytest.raises(UserError, match="responses.settings: the engine 'sglang' has none there"):
+        configuration.check(config, SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "arm, expected",
+    [
+        (
+            {"engine": "vllm", "drafter": "own", "k": 3},
+            "--engine vllm --speculative-algorithm eagle3 --num-speculative",
+        ),
+        ({"engine": "sglang", "drafter": "own", "k": 3}, "--engine sglang --speculative-algorithm EAGLE3 --num-spec"),
+        (
+            {"engine": "sglang", "drafter": "own", "k": 3, "options": {"algorithm": "eagle"}, "allow": ["algorithm"]},
+            "--engine sglang --speculative-algorithm eagle --num-speculative-tokens 3 --max-model-len 2048",
+        ),
+        ({"engine": "sglang", "drafter": "own", "k": 3, "method": "draft_model"}, "--speculative-algorithm STANDALONE"),
+        (
+            {"engine": "vllm", "drafter": "own", "k": 3, "options": {"method": "eagle"}},
+            "--speculative-algorithm eagle ",
+        ),
+    ],
+)
+def test_what_the_check_of_an_arm_is_told(config, arm, expected):
+    config["arms"] = {"a": arm}
+    words = configuration.check_options(config, "a")
+    assert expected in " ".join(words)
+    assert ("--allow" in words) == ("allow" in arm)

@@ -35,6 +35,13 @@ SERVER = """
                 print("assertion failed in the middle of a request", flush=True)
                 os._exit(9)
             self.send_response(200)
+            if self.path == "/stream":
+                self.send_header("Transfer-Encoding", "chunked")
+                self.end_headers()
+                self.wfile.write(b"5\\r\\nfirst\\r\\n")
+                self.wfile.flush()
+                print("died while it was sending", flush=True)
+                os._exit(9)
             self.end_headers()
             self.wfile.write(json.dumps({"data": [{"id": "mine"}]}).encode())
         def log_message(self, *args): pass
@@ -99,6 +106,14 @@ def test_a_server_that_dies_in_use_is_named_with_its_log(start):
     with pytest.raises(UserError, match=r"(?s)stopped answering.*exit code 9.*middle of a request"):
         with servers.serve(**settings):
             requests.get(settings["url"] + "/die")
+
+
+def test_a_server_that_dies_inside_a_stream(start):
+    settings = start("normal")
+    with pytest.raises(UserError, match=r"(?s)stopped answering .*died while it was sending"):
+        with servers.serve(**settings):
+            with requests.get(settings["url"] + "/stream", stream=True) as response:
+                assert list(response.iter_content(None))
 
 
 def test_an_error_of_the_caller_stops_the_server(start):

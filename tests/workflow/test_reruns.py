@@ -10,7 +10,8 @@ from project import SMALL, planned
 pytestmark = [pytest.mark.workflow, pytest.mark.engines]
 
 VERDICT = {"compare": 1, "report": 1}
-ARM = {"benchmark": 1, "replay_served": 1} | VERDICT
+SERVED = {"benchmark": 1, "replay_served": 1} | VERDICT
+ARM = {"check_drafter": 1} | SERVED
 DRAFTER = {"train_drafter": 1, "evaluate_drafter": 1} | ARM
 DATA = {"generate_responses": 2, "extract_hidden_states": 2, "build_vocabulary": 1} | DRAFTER
 EVERYTHING = {"fetch_target": 1, "curate_prompts": 1, "select_prompts": 1} | DATA | {"benchmark": 2}
@@ -62,7 +63,7 @@ CHANGES = {
     ),
     "an arm less": (lambda work: config(arms={"vllm-plain": {"engine": "vllm", "protocol": "quick"}})(work), VERDICT),
     "one more pass": (config(protocols__quick__passes=2), {"benchmark": 2} | VERDICT),
-    "output length": (config(protocols__quick__max_tokens=40), ARM | {"benchmark": 2}),
+    "output length": (config(protocols__quick__max_tokens=40), SERVED | {"benchmark": 2}),
     "a flag of the engine": (config(**{"engines__vllm__flags__cpu__max-num-seqs": 8}), ARM | {"benchmark": 2}),
     "epochs": (config(drafters__own__settings__epochs=3), DRAFTER),
     "size of the draft vocabulary": (config(drafters__own__vocabulary_size=1024), {"build_vocabulary": 1} | DRAFTER),
@@ -84,6 +85,7 @@ CHANGES = {
         appended("scripts/breakeven/engines/vllm.py", "# changed"),
         DATA | {"benchmark": 2},
     ),
+    "a finding of the preflight": (appended("scripts/breakeven/findings.py", "# changed"), {"check_drafter": 1}),
     "library module of the report": (appended("scripts/breakeven/reportpage.py", "# changed"), {"report": 1}),
     "a script touched, not changed": (touched("scripts/train_drafter.py"), {}),
     "a caption": (appended("report/acceptance.rst", "More."), {"report": 1}),

