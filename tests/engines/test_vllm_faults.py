@@ -6,6 +6,7 @@ import sys
 
 import psutil
 import pytest
+
 from places import ROOT
 
 pytestmark = pytest.mark.engines
