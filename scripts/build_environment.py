@@ -8,12 +8,15 @@ it runs before any environment exists.
 """
 
 import argparse
+import atexit
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 # Where PyTorch publishes its CPU builds; tried only after the user's own index settings did not have them.
@@ -94,17 +97,24 @@ def with_uv(uv: list[str], python: str, folder: Path, lock: Path) -> list[tuple[
 
 
 def with_pip(python: str, folder: Path, lock: Path) -> list[tuple[list[str], dict[str, str]]]:
-    pip = [
-        str(folder / "bin" / "python"),
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "install",
-        "--quiet",
-        "--no-deps",
-    ]
+    """venv and pip; where the lock itself has uv, pip installs that alone, and uv, much faster, the rest."""
+    inside = str(folder / "bin" / "python")
+    pip = [inside, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--require-hashes"]
     make = [python, "-m", "venv", "--clear", str(folder)]
-    return [(make, dict(os.environ)), ([*pip, "--require-hashes", "-r", str(lock)], dict(os.environ))]
+    own = re.search(r"^uv==.*?(?=^\S|\Z)", lock.read_text(), re.M | re.S)
+    if own is None:
+        return [(make, dict(os.environ)), ([*pip, "-r", str(lock)], dict(os.environ))]
+    sync = [inside, "-m", "uv", "pip", "sync", "--quiet", "--require-hashes", "--python", inside, str(lock)]
+    environment = {"UV_INDEX_STRATEGY": "unsafe-best-match"} | os.environ | pip_settings(python)
+    return [(make, dict(os.environ)), ([*pip, "-r", lock_of_uv(own[0])], dict(os.environ)), (sync, environment)]
+
+
+def lock_of_uv(entry: str) -> str:
+    """A temporary requirements file with uv's own entry of a lock, hashes included."""
+    with tempfile.NamedTemporaryFile("w", prefix="uv-", suffix=".lock", delete=False) as file:
+        file.write(entry)
+    atexit.register(os.unlink, file.name)
+    return file.name
 
 
 def pip_settings(python: str) -> dict[str, str]:
