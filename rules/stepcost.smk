@@ -27,9 +27,7 @@ rule measure_step_cost:
     input:
         environment=environment("workflow"),
         engine=lambda wildcards: environment(wildcards.engine),
-        script=lambda wildcards: script(
-            "step_cost", *engine_files(wildcards.engine)
-        ),
+        script=lambda wildcards: script("step_cost", *engine_files(wildcards.engine)),
         target="results/target/manifest.json",
         drafter="results/stepcost/drafter/manifest.json",
     output:
