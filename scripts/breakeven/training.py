@@ -4,8 +4,8 @@ Training-time test (EAGLE-3, section 3.2): the drafter's own output is fed back 
 from the features it will see when it drafts several tokens. The tokens fed are the true ones.
 
 Row p of step t predicts token x[p+2+t]; its label is the target's distribution at position p+1+t. It counts where
-x[p+2+t] is a response token: the mask moves with the label, so that the first position drafted after the prompt is
-trained too. The distribution is restricted to the draft vocabulary; where the target's own greedy token lies outside
+x[p+2+t] is a response token, and so is x[p+2], since no engine starts a chain inside a prompt. The mask moves with the
+label, so that the first position drafted after the prompt is trained too. The distribution is restricted to the draft vocabulary; where the target's own greedy token lies outside
 it, the position is masked in the loss and counts as wrong in every accuracy.
 """
 
@@ -110,7 +110,8 @@ def chain_labels(batch: Batch, head: TargetHead, step: int, rows: int) -> tuple[
     length = batch.tokens.shape[1]
     row = torch.arange(batch.first_row, batch.first_row + rows, device=batch.tokens.device)
     predicted, label = row + 2 + step, row + 1 + step
-    counted = batch.mask[:, predicted.clamp(max=length - 1)] & (predicted < length)
+    starts = batch.mask[:, (row + 2).clamp(max=length - 1)]
+    counted = starts & batch.mask[:, predicted.clamp(max=length - 1)] & (predicted < length)
     label = label.clamp(max=length - 1)
     greedy = batch.argmax[:, label]
     counted &= greedy >= 0

@@ -46,7 +46,7 @@ def test_mask_covers_the_positions_that_predict_the_first_response_tokens():
     batch = toy_batch([0, 0, 0, 1, 1, 1], [-1, -1, 4, 4, 4, 4])
     head = training.TargetHead(torch.ones(4), torch.zeros(1, 4), torch.ones(5, dtype=torch.bool), 1e-6)
     counted = [training.chain_labels(batch, head, step, 6)[0][0].int().tolist() for step in range(3)]
-    assert counted == [[0, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0], [1, 1, 0, 0, 0, 0]]
+    assert counted == [[0, 1, 1, 1, 0, 0], [0, 1, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0]]
     label = training.chain_labels(batch, head, 0, 6)[2].tolist()
     assert label == [1, 2, 3, 4, 5, 5]
 
@@ -76,7 +76,7 @@ def test_loss_equals_a_literal_sum_over_rows_and_steps(target_folder, states):
                 hidden, context = drafter.step(tokens[:, 1 + t : length + 1 + t], hidden, context, 0)
             logits = drafter.logits(hidden)[0]
             for p in range(length - 2 - step):
-                if not own["loss_mask"][p + 2 + step] or own["argmax"][p + 1 + step] < 0:
+                if not own["loss_mask"][p + 2] or not own["loss_mask"][p + 2 + step]:
                     continue
                 number += 1
                 if not head.in_vocabulary[own["argmax"][p + 1 + step].long()]:
