@@ -160,7 +160,7 @@ def check_options(config: dict[str, Any], name: str) -> list[str]:
         (("tensor-parallel-size", "tp-size", "tp"), "--tensor-parallel-size"),
     ):
         words += [word for flag in names if flag in flags for word in (option, str(flags[flag]))]
-    for flag, value in flags.items():
+    for flag, value in sorted(flags.items()):
         words += ["--flag", flag if value is True else f"{flag}={value if isinstance(value, str) else as_json(value)}"]
     return words + [word for finding in arm.get("allow", []) for word in ("--allow", finding)]
 

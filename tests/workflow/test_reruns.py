@@ -30,8 +30,8 @@ def config(**changes):
                 for parent in parents:
                     tree = tree.setdefault(parent, {})
                 tree[last] = value
-        path.write_text(yaml.safe_dump(content))
-        (work / SMALL).write_text(yaml.safe_dump(small))
+        path.write_text(yaml.safe_dump(content, sort_keys=False))
+        (work / SMALL).write_text(yaml.safe_dump(small, sort_keys=False))
 
     return apply
 
@@ -85,7 +85,7 @@ CHANGES = {
         appended("scripts/breakeven/engines/vllm.py", "# changed"),
         DATA | {"benchmark": 2},
     ),
-    "a finding of the preflight": (appended("scripts/breakeven/findings.py", "# changed"), {"check_drafter": 1}),
+    "a finding of the preflight": (appended("scripts/breakeven/findings.py", "# changed"), ARM),
     "library module of the report": (appended("scripts/breakeven/reportpage.py", "# changed"), {"report": 1}),
     "a script touched, not changed": (touched("scripts/train_drafter.py"), {}),
     "a caption": (appended("report/acceptance.rst", "More."), {"report": 1}),
