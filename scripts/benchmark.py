@@ -35,7 +35,7 @@ def main() -> None:
     arm, settings = args.arm, args.engine_settings
     engine = engines.engine(arm["engine"])
     protocol = benchmark.Protocol(**args.protocol)
-    speculation = benchmark.speculation_of(arm, None if args.checkpoint is None else str(args.checkpoint))
+    speculation = engines.speculation_of(arm, None if args.checkpoint is None else str(args.checkpoint))
     reason = engine.refuse(speculation, protocol.temperature, args.hardware)
     if reason:
         raise cli.UserError(f"arm {arm['name']}: {reason}")

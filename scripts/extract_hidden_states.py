@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from breakeven import artefacts, cli, hidden_states, selection, tables, target
-from breakeven.conventions import default_layers
+from breakeven.conventions import layers_option
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
         torch.set_num_threads(args.threads)
 
     config = target.text_config(args.target)
-    layers = default_layers(config["num_hidden_layers"]) if args.layers == "default" else parse_layers(args.layers)
+    layers = layers_option(args.layers, config["num_hidden_layers"])
     responses = artefacts.read_table(args.responses, tables.RESPONSES)
     prompt_ids = responses["prompt_token_ids"].to_pylist()
     response_ids = responses["response_token_ids"].to_pylist()
@@ -76,17 +76,6 @@ def main() -> None:
         canary={"greedy_share": round(share, 4), "required": args.canary if greedy else None},
         versions={"torch": torch.__version__},
     )
-
-
-def parse_layers(text: str) -> list[int]:
-    """'2,15,27' -> [2, 15, 27], ascending, since vLLM always feeds them in this order."""
-    try:
-        layers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise cli.UserError(f"--layers: {text!r} is not 'default' or a list like 2,15,27") from None
-    if layers != sorted(set(layers)):
-        raise cli.UserError(f"--layers: {text} must ascend without repetition; engines feed them in ascending order")
-    return layers
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ The selection is rank < N of the pool; this writes no prompts, only the counts.
 from pathlib import Path
 
 from breakeven import artefacts, cli, selection, tables, target
-from breakeven.conventions import default_layers
+from breakeven.conventions import layers_option
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     held_out, prompt_tokens = sum(chosen["held_out"].to_pylist()), sum(chosen["n_tokens"].to_pylist())
 
     config = target.text_config(args.target)
-    n_layers = len(default_layers(config["num_hidden_layers"]) if args.layers == "default" else args.layers.split(","))
+    n_layers = len(layers_option(args.layers, config["num_hidden_layers"]))
     per_token = selection.bytes_per_token(config["hidden_size"], n_layers)
     responses = args.size * args.samples_per_prompt
     most = selection.most_hidden_state_bytes(

@@ -242,9 +242,3 @@ def _gpus() -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []
-
-
-def speculation_of(arm: dict[str, Any], drafter: str | None) -> Speculation:
-    """The Speculation of an arm of the config: method none without drafter and k."""
-    method = arm.get("method") or ("eagle3" if arm.get("drafter") else "none")
-    return Speculation(method, arm.get("k") or 0, drafter, arm.get("options") or {})

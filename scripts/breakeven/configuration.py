@@ -5,7 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from breakeven import engines
 from breakeven.cli import UserError
+from breakeven.engines import method
 
 
 def as_json(value: Any) -> str:
@@ -54,11 +56,6 @@ def _sentence(error) -> str:
         return _sentence(inner)
     expected = error.schema.get("description", "").rstrip(".")
     return f"config, {where}: {error.message}" + (f"; expected: {expected}" if expected else "")
-
-
-def method(arm: dict[str, Any]) -> str:
-    """How an arm speculates: its `method`, else eagle3 where it names a drafter, else none."""
-    return arm.get("method") or ("eagle3" if arm.get("drafter") else "none")
 
 
 def _check_arms(config: dict[str, Any]) -> None:
@@ -148,10 +145,8 @@ def engines_used(config: dict[str, Any]) -> list[str]:
 
 def check_options(config: dict[str, Any], name: str) -> list[str]:
     """What check_drafter.py must know of how an arm will be served, as words of its command line."""
-    from breakeven import engines
-
     arm = config["arms"][name]
-    speculation = engines.Speculation(method(arm), arm.get("k", 0), arm.get("drafter"), arm.get("options", {}))
+    speculation = engines.speculation_of(arm, arm.get("drafter"))
     algorithm = engines.engine(arm["engine"]).algorithm(speculation)
     words = ["--engine", arm["engine"], "--speculative-algorithm", algorithm, "--num-speculative-tokens", str(arm["k"])]
     flags = config["engines"][arm["engine"]]["flags"][config["hardware"]] | arm.get("flags", {})

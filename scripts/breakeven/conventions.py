@@ -76,6 +76,19 @@ def default_layers(n_layers: int) -> list[int]:
     return [2, n_layers // 2, n_layers - 3]
 
 
+def layers_option(text: str, n_layers: int) -> list[int]:
+    """Layers as scripts take them, 'default' or '2,15,27' (ascending, since engines feed them so); else a UserError."""
+    if text == "default":
+        return default_layers(n_layers)
+    try:
+        layers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"--layers: {text!r} is not 'default' or a list like 2,15,27") from None
+    if layers != sorted(set(layers)):
+        raise UserError(f"--layers: {text} must ascend without repetition; engines feed them in ascending order")
+    return layers
+
+
 def default_runner(version: str) -> str:
     """The model runner vLLM picks on a GPU with Triton: "v1" | "v2" (VLLM_USE_V2_MODEL_RUNNER overrides it).
 

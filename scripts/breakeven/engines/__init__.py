@@ -24,6 +24,16 @@ class Speculation:
     options: dict[str, Any] = field(default_factory=dict)  # the engine's own further keys
 
 
+def method(arm: dict[str, Any]) -> str:
+    """How an arm of the config speculates: its `method`, else eagle3 where it names a drafter, else none."""
+    return arm.get("method") or ("eagle3" if arm.get("drafter") else "none")
+
+
+def speculation_of(arm: dict[str, Any], drafter: str | None) -> Speculation:
+    """The Speculation of an arm of the config, with `drafter` as its checkpoint folder."""
+    return Speculation(method(arm), arm.get("k") or 0, drafter, arm.get("options") or {})
+
+
 @dataclass
 class Counters:
     """Totals of a server since its start; differences of two readings are what a request did.
