@@ -135,8 +135,8 @@ def test_the_planted_fault_is_named(fault, intact, tmp_path):
     speculation = Speculation("eagle3", K, str(broken))
     with servers.speculating(
         engine, ENGINE_PYTHON, TARGET, speculation, SETTINGS, set(), "cpu", tmp_path / "server.log"
-    ) as (url, name):
-        rows, _ = benchmark.measure(benchmark.Client(engine, url, name), protocol, prompts, speculation)
+    ) as server:
+        rows, _ = benchmark.measure(benchmark.Client(engine, server.url, server.name), protocol, prompts, speculation)
     rows = [dict.fromkeys(tables.BENCHMARK.names) | row for row in rows]
     artefacts.write_table(tmp_path / "pass-1.parquet", rows, tables.BENCHMARK)
     subprocess.run(

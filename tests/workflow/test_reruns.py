@@ -63,6 +63,10 @@ CHANGES = {
     ),
     "an arm less": (lambda work: config(arms={"vllm-plain": {"engine": "vllm", "protocol": "quick"}})(work), VERDICT),
     "one more pass": (config(protocols__quick__passes=2), {"benchmark": 2} | VERDICT),
+    "more passes for who is undecided": (
+        config(protocols__quick__max_passes=2),
+        {"further_pass": 1, "benchmark": 2} | VERDICT,
+    ),
     "output length": (config(protocols__quick__max_tokens=40), SERVED | {"benchmark": 2}),
     "a flag of the engine": (config(**{"engines__vllm__flags__cpu__max-num-seqs": 8}), ARM | {"benchmark": 2}),
     "epochs": (config(drafters__own__settings__epochs=3), DRAFTER),
