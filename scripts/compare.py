@@ -14,6 +14,7 @@ of training samples lets expect.
 from pathlib import Path
 
 from breakeven import cli, comparison
+from breakeven.options import pairs
 
 
 def main() -> None:
@@ -65,17 +66,6 @@ def main() -> None:
             cli.logger.info("%s: %s", row["arm"], sentence)
         for warning in result.details[row["arm"]]["warnings"]:
             cli.logger.warning("%s: warning: %s", row["arm"], warning)
-
-
-def pairs(option: str, items: list[str]) -> dict[str, Path]:
-    """NAME=FILE arguments as a mapping."""
-    found = {}
-    for item in items:
-        name, separator, path = item.partition("=")
-        if not (name and separator and path):
-            raise cli.UserError(f"{option} {item}: write NAME=FILE, NAME an arm, a drafter or an engine")
-        found[name] = Path(path)
-    return found
 
 
 if __name__ == "__main__":

@@ -1,31 +1,32 @@
-"""The comparison report: one self-contained HTML page and the figures that `snakemake --report` embeds.
+"""The comparison report: one self-contained HTML page, and the tables beside it that `snakemake --report` shows.
 
-Everything is read from the comparison's tables and from manifests; nothing is computed here but what the reference case
-needs, which has no tables.
+Everything is read from the tables of other stages and from manifests; nothing is computed here but what the reference
+case needs, which has no tables, and the columns of "what would make it pay" that follow from AL, rho and K alone. The
+page's one script (report/page.js) computes the same for the sliders.
 """
 
 import base64
+import csv
+import hashlib
+import io
 import json
-import math
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import matplotlib
 import numpy as np
+from markupsafe import Markup
 
-from breakeven import artefacts, cli, stats, tables
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+from breakeven import artefacts, cli, comparison, figures, stats, stepcost, tables
+from breakeven.figures import times
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
-COLOURS = {"faster": "#1f6f8b", "slower": "#b5482a", "undecided": "#6b6b6b", "recorded": "#9a9a9a"}
-MARKERS = {"faster": "o", "slower": "s", "undecided": "D", "recorded": "v"}
 EXCERPT = 160  # characters of an output that the page shows
+DOWNLOAD = 1_000_000  # bytes of a table that the page still carries as a download
 
 
 @dataclass
@@ -38,20 +39,39 @@ class Page:
     reference: dict[str, Any]
     manifests: list[dict[str, Any]] = field(default_factory=list)
     between_engines: list[dict[str, Any]] = field(default_factory=list)
+    step_costs: list[dict[str, Any]] = field(default_factory=list)  # tables.STEP_COST of all engines
+    training: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # tables.TRAINING by drafter
+    curve: list[dict[str, Any]] = field(default_factory=list)  # acceptance against training samples
+    curve_figure: bytes | None = None  # SVG
 
     @property
     def speculating(self) -> list[dict[str, Any]]:
         return [row for row in self.rows if row["verdict"] != "baseline"]
 
+    @property
+    def per_prompt(self) -> list[dict[str, Any]]:
+        return per_prompt(self)
 
-def load(comparison: Path | str, reference: Path | str, manifests: Sequence[Path | str] = ()) -> Page:
-    """Read results/comparison, the reference case, and whichever of `manifests` exist."""
-    comparison = Path(comparison)
-    summary = artefacts.read_table(comparison / "summary.parquet")
+
+def load(
+    folder: Path | str,
+    reference: Path | str,
+    manifests: Sequence[Path | str] = (),
+    step_costs: Sequence[Path | str] = (),
+    training: Mapping[str, Path | str] | None = None,
+    data_curve: Path | str | None = None,
+) -> Page:
+    """Read results/comparison (`folder`), the reference case, and whichever of `manifests` exist.
+
+    step_costs: tables of step_cost.py; training: training.parquet by drafter; data_curve: curve.parquet, beside which
+    curve.svg may lie.
+    """
+    folder = Path(folder)
+    summary = artefacts.read_table(folder / "summary.parquet")
     missing = [name for name in tables.SUMMARY.names if name not in summary.column_names]
     if missing:
-        raise cli.UserError(f"{comparison / 'summary.parquet'}: column {missing[0]!r} is missing; run compare.py again")
-    manifest = artefacts.read_manifest(comparison / "summary.manifest.json", "comparison")
+        raise cli.UserError(f"{folder / 'summary.parquet'}: column {missing[0]!r} is missing; run compare.py again")
+    manifest = artefacts.read_manifest(folder / "summary.manifest.json", "comparison")
     details = manifest["arms"]
     rows = summary.to_pylist()
     for row in rows:
@@ -64,11 +84,54 @@ def load(comparison: Path | str, reference: Path | str, manifests: Sequence[Path
         row["rho_low"], row["rho_high"] = rho_interval(row)
     return Page(
         rows,
-        artefacts.read_table(comparison / "acceptance.parquet", tables.ACCEPTANCE).to_pylist(),
-        artefacts.read_table(comparison / "requests.parquet", tables.REQUESTS).to_pylist(),
+        artefacts.read_table(folder / "acceptance.parquet", tables.ACCEPTANCE).to_pylist(),
+        artefacts.read_table(folder / "requests.parquet", tables.REQUESTS).to_pylist(),
         reference_case(artefacts.read_json(reference)),
         read_manifests(manifests),
         manifest.get("between_engines", []),
+        [row for path in step_costs for row in artefacts.read_table(path, tables.STEP_COST).to_pylist()],
+        {name: artefacts.read_table(path, tables.TRAINING).to_pylist() for name, path in (training or {}).items()},
+        artefacts.read_table(data_curve).to_pylist() if data_curve else [],
+        figure.read_bytes() if data_curve and (figure := Path(data_curve).with_suffix(".svg")).is_file() else None,
+    )
+
+
+def joined(pages: Mapping[str, Page]) -> Page:
+    """Several runs as one page; arms, drafters and engines of step costs are named after their run, by its key."""
+    shown = [
+        Page(
+            [
+                row
+                | {"arm": f"{run}: {row['arm']}", "label": f"{run}: {row['label']}"}
+                | {"baseline": row["baseline"] and f"{run}: {row['baseline']}"}
+                for row in page.rows
+            ],
+            [row | {"arm": f"{run}: {row['arm']}"} for row in page.acceptance],
+            [
+                row | {"arm": f"{run}: {row['arm']}", "baseline": row["baseline"] and f"{run}: {row['baseline']}"}
+                for row in page.requests
+            ],
+            page.reference,
+            [
+                manifest
+                | {"name": f"{run}: {manifest['name']}", "arm": manifest["arm"] and f"{run}: {manifest['arm']}"}
+                for manifest in page.manifests
+            ],
+            [pair | {"arms": [f"{run}: {arm}" for arm in pair["arms"]]} for pair in page.between_engines],
+            [row | {"engine": f"{run}: {row['engine']}"} for row in page.step_costs],
+            {f"{run}: {name}": rows for name, rows in page.training.items()},
+        )
+        for run, page in pages.items()
+    ]
+    return Page(
+        [row for page in shown for row in page.rows],
+        [row for page in shown for row in page.acceptance],
+        [row for page in shown for row in page.requests],
+        shown[0].reference,
+        [manifest for page in shown for manifest in page.manifests],
+        [pair for page in shown for pair in page.between_engines],
+        [row for page in shown for row in page.step_costs],
+        {name: rows for page in shown for name, rows in page.training.items()},
     )
 
 
@@ -135,21 +198,16 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
             "slower": f"Speculation does not pay under any of {len(winners)} combinations of engine and protocol",
             "undecided": f"Undecided under {where}",
         }
-        sentence = f"{words[row['verdict']]}; the best arm is {_where(row)}, at {_times(row)}."
+        sentence = f"{words[row['verdict']]}; the best arm is {_where(row)}, at {times(row)}."
     else:
         words = {"faster": "it pays", "slower": "it does not pay", "undecided": "it is undecided"}
-        parts = [f"{words[row['verdict']]} with {_where(row)} ({_times(row)})" for row in winners]
+        parts = [f"{words[row['verdict']]} with {_where(row)} ({times(row)})" for row in winners]
         sentence = f"It depends: {'; '.join(parts)}."
     return sentence, _numbers(max(winners, key=lambda row: row["speedup"]), rows)
 
 
 def _where(row: Mapping[str, Any]) -> str:
     return f"{row['label']}, protocol {row['protocol']}"
-
-
-def _times(row: Mapping[str, Any]) -> str:
-    interval = f" [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]" if row["speedup_low"] else ", no interval"
-    return f"{row['speedup']:.2f}×{interval}"
 
 
 def _sentence(row: Mapping[str, Any], alone: bool) -> str:
@@ -178,7 +236,7 @@ def _numbers(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     parts = [f"{row['label']}: decode {number(row['tokens_per_second'], 1)} tok/s"]
     if base:
         parts[0] += f" against {number(base['tokens_per_second'], 1)} in {base['arm']}"
-    parts.append(f"speed-up {_times(row)}")
+    parts.append(f"speed-up {times(row)}")
     if row["acceptance_length"]:
         parts.append(f"acceptance length {row['acceptance_length']:.2f} of at most {row['k'] + 1}")
     if row["offline_acceptance_length"]:
@@ -191,170 +249,6 @@ def _numbers(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     parts.append(f"{row['prompts']} prompts × {row['passes']} passes")
     settings = [f"{key} {protocol[key]}" for key in ("temperature", "max_tokens", "seed") if key in protocol]
     return " · ".join(parts + settings)
-
-
-# Figures
-
-
-def draw_speedups(page: Page, path: Path | str, style: Path | str) -> str:
-    """Speed-up with interval (left), acceptance length reached against break-even (right); returns the alt text."""
-    rows = [dict(row) for row in page.speculating]
-    for row in page.reference["rows"]:
-        lengths, rho = row["acceptance_length"], row["rho"]
-        rows.append(
-            {
-                "label": f"{row['engine_name']}, {row['arm']} *",
-                "verdict": "recorded",
-                "speedup": row["speedup"],
-                "speedup_low": row["speedup_low"],
-                "speedup_high": row["speedup_high"],
-                "acceptance_length": None,
-                "lengths": lengths,
-                "rho": None,
-                "rho_low": rho[0] if rho else None,
-                "rho_high": rho[1] if rho else None,
-                "k": None,
-            }
-        )
-    with plt.style.context(str(style)):
-        figure, (left, right) = plt.subplots(1, 2, sharey=True, figsize=(9.6, 1.7 + 0.42 * max(len(rows), 1)))
-        left.set_title("Speed-up over plain decoding", pad=18)
-        right.set_title("Acceptance length against break-even", pad=18)
-        left.axvline(1, color="#1a1a1a", linewidth=1)
-        for y, row in enumerate(rows):
-            colour, marker = COLOURS.get(row["verdict"], "#9a9a9a"), MARKERS.get(row["verdict"], "o")
-            if row["speedup"]:
-                if row["speedup_low"]:
-                    left.plot([row["speedup_low"], row["speedup_high"]], [y, y], color=colour, linewidth=2.2,
-                              solid_capstyle="butt")  # fmt: skip
-                fill = colour if row["speedup_low"] else "white"
-                left.plot(row["speedup"], y, marker, color=colour, markerfacecolor=fill)
-                left.annotate(f"{row['speedup']:.2f}", (row["speedup"], y), (0, 7), textcoords="offset points",
-                              ha="center", fontsize=8.5, color=colour)  # fmt: skip
-            else:
-                left.annotate("refused", (1, y), (6, 0), textcoords="offset points", va="center", fontsize=8.5,
-                              color="#6b6b6b", style="italic")  # fmt: skip
-            _draw_length(right, y, row, colour, marker)
-        several = len({row["protocol"] for row in page.speculating}) > 1
-        names = [
-            f"{row['label']}\n{row['protocol']}" if several and row.get("protocol") else row["label"] for row in rows
-        ]
-        left.set_yticks(range(len(rows)), names)
-        left.set_ylim(len(rows) - 0.4, -0.75)
-        if page.speculating and page.reference["rows"]:
-            for axes in (left, right):
-                axes.axhline(len(page.speculating) - 0.5, color="#c8c8c8", linewidth=0.8)
-        ends = [row[key] for row in rows for key in ("speedup", "speedup_low", "speedup_high") if row[key]]
-        left.set_xlim(min([0.5, *(0.95 * x for x in ends)]), max([1.5, *(1.07 * x for x in ends)]))
-        left.set_xlabel("times as fast (× plain)")
-        left.annotate("slower", (1, 1), (-5, 2), xycoords=("data", "axes fraction"), textcoords="offset points",
-                      ha="right", fontsize=8, color=COLOURS["slower"])  # fmt: skip
-        left.annotate("faster", (1, 1), (5, 2), xycoords=("data", "axes fraction"), textcoords="offset points",
-                      fontsize=8, color=COLOURS["faster"])  # fmt: skip
-        right.set_xlabel("tokens per verification step")
-        right.set_xlim(left=0.9)
-        if right.get_xlim()[1] < 2.5:
-            right.set_xlim(0.9, 2.5)
-        handles = [
-            plt.Line2D([], [], color="#6b6b6b", marker="o", linestyle="", label="reached"),
-            plt.Line2D([], [], color="#1a1a1a", marker="|", markersize=11, markeredgewidth=2, linestyle="",
-                       label="break-even (95 % interval shaded)"),
-            plt.Line2D([], [], color="#9a9a9a", marker="4", markersize=8, linestyle="", label="ceiling K + 1"),
-        ]  # fmt: skip
-        figure.legend(handles=handles, loc="outside lower right", ncols=3)
-        _save(figure, path)
-    texts = []
-    for row in rows:
-        text = f"{row['label']}: {_times(row)}, {row['verdict']}" if row["speedup"] else f"{row['label']}: refused"
-        if row["acceptance_length"] and row["rho"]:
-            text += f", acceptance length {row['acceptance_length']:.2f} against break-even {row['rho']:.2f}"
-        texts.append(text)
-    return "Speed-up of each arm and its acceptance length against break-even. " + "; ".join(texts) + "."
-
-
-def _draw_length(axes, y: int, row: Mapping[str, Any], colour: str, marker: str) -> None:
-    """One arm's row in the right panel: interval of break-even shaded, gap to what was reached as a line."""
-    if row["rho_low"]:
-        axes.fill_betweenx([y - 0.2, y + 0.2], row["rho_low"], row["rho_high"], color="#dcdcdc", linewidth=0)
-    if row["rho"] and row["acceptance_length"]:
-        axes.plot([row["rho"], row["acceptance_length"]], [y, y], color=colour, linewidth=2.2, alpha=0.6)
-    if row["rho"]:
-        axes.plot([row["rho"]] * 2, [y - 0.26, y + 0.26], color="#1a1a1a", linewidth=2)
-    if row["acceptance_length"]:
-        axes.plot(row["acceptance_length"], y, marker, color=colour)
-        axes.annotate(f"{row['acceptance_length']:.2f}", (row["acceptance_length"], y), (0, 11),
-                      textcoords="offset points", ha="center", fontsize=8.5, color=colour)  # fmt: skip
-    if row.get("lengths"):
-        axes.plot(row["lengths"], [y, y], color=colour, linewidth=5, solid_capstyle="butt")
-    if row["k"]:
-        axes.plot(row["k"] + 1, y, "4", color="#9a9a9a", markersize=8)
-    if not (row["acceptance_length"] or row.get("lengths")):
-        axes.annotate("not known", (0, y), (4, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
-                      va="center", fontsize=8.5, color="#8a8a8a", style="italic")  # fmt: skip
-
-
-def draw_acceptance(page: Page, path: Path | str, style: Path | str) -> str:
-    """Marginal acceptance per position, offline and served, one small panel per arm; returns the alt text."""
-    arms: dict[str, list[dict[str, Any]]] = {}
-    for row in page.acceptance:
-        arms.setdefault(row["arm"], []).append(row)
-    labels = {row["arm"]: row for row in page.rows}
-    columns = min(max(len(arms), 1), 3)
-    lines = max(math.ceil(len(arms) / columns), 1)
-    texts = []
-    with plt.style.context(str(style)):
-        size = (3.2 * columns, 2.6 * lines + 0.4)
-        figure, grid = plt.subplots(lines, columns, sharey=True, squeeze=False, figsize=size)
-        for axes in grid.flat[len(arms) :]:
-            axes.set_axis_off()
-        if not arms:
-            grid[0, 0].text(0, 0.5, "No acceptance counts were recorded.", transform=grid[0, 0].transAxes)
-        for axes, (arm, rows) in zip(grid.flat, arms.items(), strict=False):
-            axes.grid(axis="x", visible=False)
-            axes.grid(axis="y", visible=True)
-            title = labels[arm]["label"] if arm in labels else arm
-            axes.set_title(title + (f"\n{labels[arm]['protocol']}" if arm in labels else ""))
-            x = np.array([row["position"] for row in rows])
-            known = [row["offline_marginal"] is not None for row in rows]
-            if all(known):
-                _points(axes, x - 0.1, rows, "offline_", "#8a6d1f", "s", f"offline ({rows[0]['offline_prompts']})")
-            _points(axes, x + (0.1 if all(known) else 0), rows, "", COLOURS["faster"], "o", "served")
-            axes.set_xticks(x)
-            axes.set_xlim(0.5, max(x) + 0.5)
-            axes.set_ylim(0, 1)
-            axes.set_xlabel("draft position")
-            axes.legend(loc="upper right")
-            for row in rows:
-                offline = f", offline {row['offline_marginal']:.3f}" if row["offline_marginal"] is not None else ""
-                texts.append(f"{arm} position {row['position']}: served {row['marginal']:.3f}{offline}")
-        grid[0, 0].set_ylabel("accepted share of steps")
-        _save(figure, path)
-    return "Marginal acceptance per draft position, offline and served. " + "; ".join(texts) + "."
-
-
-def _points(axes, x, rows, prefix, colour, marker, name) -> None:
-    y, low, high = (np.array([row[prefix + key] for row in rows]) for key in ("marginal", "low", "high"))
-    line = {"linestyle": "--" if prefix else "-", "markerfacecolor": "white" if prefix else colour}
-    errors = [np.maximum(y - low, 0), np.maximum(high - y, 0)]
-    axes.errorbar(
-        x,
-        y,
-        errors,
-        color=colour,
-        marker=marker,
-        markersize=4,
-        linewidth=1,
-        elinewidth=1.4,
-        capsize=3,
-        label=name,
-        **line,
-    )
-
-
-def _save(figure, path: Path | str) -> None:
-    with artefacts.atomic(path) as temporary:
-        figure.savefig(temporary, format="svg", metadata={"Date": None})
-    plt.close(figure)
 
 
 # Provenance
@@ -371,16 +265,20 @@ def read_manifests(paths: Sequence[Path | str]) -> list[dict[str, Any]]:
         if not isinstance(manifest, dict):
             raise cli.UserError(f"{path}: not a manifest (a JSON object is needed)")
         server = manifest.get("server") if isinstance(manifest.get("server"), dict) else {}
-        command = server.get("command")
+        command, parameters = server.get("command"), manifest.get("parameters") or {}
+        environment = [f"{key}={value}" for key, value in (parameters.get("environment") or {}).items()]
+        if isinstance(command, list):
+            command = shlex.join([*(["env", *environment] if environment else []), *map(str, command)])
         found.append(
             {
                 "name": "/".join(path.parts[-3:]),
+                "arm": parameters.get("arm"),
                 "artefact": manifest.get("artefact", "unknown"),
                 "parameters": list(flat(manifest.get("parameters") or {})),
                 "counts": list(flat(manifest.get("counts") or {})),
                 "versions": list(flat(manifest.get("versions") or {})),
                 "machine": list(flat(manifest.get("machine") or {})),
-                "command": " ".join(map(str, command)) if isinstance(command, list) else command,
+                "command": command,
             }
         )
     return found
@@ -475,31 +373,161 @@ def per_prompt(page: Page) -> list[dict[str, Any]]:
     return found
 
 
+def what_would_pay(page: Page) -> list[dict[str, Any]]:
+    """By arm with a known step cost: what AL, rho and K alone imply. Formulas: stepcost.py.
+
+    conditional is the constant acceptance of each draft token, given the ones before, that gives this AL;
+    needed_conditional the one that gives AL = rho, null where K + 1 tokens are not enough.
+    """
+    rows = []
+    for row in page.speculating:
+        if not (row["rho"] and row["acceptance_length"] and row["k"]):
+            continue
+        k, rho, length = row["k"], row["rho"], row["acceptance_length"]
+        rows.append(
+            {
+                "arm": row["arm"],
+                "label": row["label"],
+                "protocol": row["protocol"],
+                "k": k,
+                "acceptance_length": length,
+                "rho": rho,
+                "speedup": stepcost.predicted_speedup(length, rho),
+                "ceiling": stepcost.ceiling(k, rho),
+                "conditional": stepcost.needed_conditional(length, k),
+                "needed_conditional": stepcost.needed_conditional(rho, k),
+                "step_time_to_spare": length / rho - 1,  # a step may take so much longer; negative: must shrink
+            }
+        )
+    return rows
+
+
+def lossless(page: Page) -> list[dict[str, Any]]:
+    """By arm: the share of greedy outputs equal to the baseline's, the A/A control, and the first difference."""
+    rows = []
+    for row in page.rows:
+        found = row["details"].get("lossless") or {}
+        if found.get("identical") is None and found.get("control") is None:
+            continue
+        differences = found.get("first_difference") or {}
+        first = min(differences, key=differences.get) if differences else None
+        rows.append(
+            {
+                "arm": row["arm"],
+                "identical": found.get("identical"),
+                "control": found.get("control"),
+                "differing_prompts": len(differences),
+                "first_difference": differences[first] if first else None,
+                "prompt": first,
+            }
+        )
+    return rows
+
+
+def refused(page: Page) -> list[dict[str, str]]:
+    """Each reason of each refused arm: its id, what the id means, and what was found."""
+    rows = []
+    for row in page.speculating:
+        if row["verdict"] != "refused":
+            continue
+        ids = row["details"].get("reasons") or [(row["reason"] or "").split(":")[0]]
+        ids = [name for name in ids if name in comparison.REASONS]
+        rows.append(
+            {
+                "arm": row["arm"],
+                "reasons": "; ".join(f"{name}: {comparison.REASONS[name]}" for name in ids),
+                "found": row["reason"] or "",
+            }
+        )
+    return rows
+
+
+def commands(page: Page) -> list[tuple[str, str]]:
+    """(arm, command line of its server), first pass of each arm."""
+    found: dict[str, str] = {}
+    for manifest in page.manifests:
+        if manifest["command"] and manifest["artefact"] == "benchmark":
+            found.setdefault(manifest["arm"] or manifest["name"], manifest["command"])
+    return list(found.items())
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as CSV with a header; nested values as JSON, nulls empty."""
+    out = io.StringIO()
+    names = list(rows[0]) if rows else []
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(names)
+    for row in rows:
+        writer.writerow([json.dumps(row[name]) if isinstance(row[name], (list, dict)) else row[name] for name in names])
+    return out.getvalue()
+
+
+def without_details(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The summary's own columns, without what `load` adds for the page."""
+    return [{name: row[name] for name in tables.SUMMARY.names} for row in rows]
+
+
+def download(name: str, rows: Sequence[Mapping[str, Any]]) -> Markup:
+    """Links that save a table's rows as CSV and JSON, the data in the links; a text where they are too many."""
+    links = []
+    for suffix, kind, text in (
+        ("csv", "text/csv", as_csv(rows)),
+        ("json", "application/json", json.dumps(rows, ensure_ascii=False, separators=(",", ":"))),
+    ):
+        data = base64.b64encode(text.encode()).decode()
+        if len(data) > DOWNLOAD:
+            return Markup('<p class="download">{} rows, too many to carry: see results/.</p>').format(len(rows))
+        links.append(
+            Markup(
+                '<a download="{}.{}" href="data:{};charset=utf-8;base64,{}">{}<span class="hidden"> of {}</span></a>'
+            ).format(name, suffix, kind, data, suffix.upper(), name)
+        )
+    return Markup('<p class="download">{}</p>').format(Markup(" · ").join(links))
+
+
 def build(
-    comparison: Path | str,
+    folder: Path | str,
     manifests: Sequence[Path | str],
     out: Path | str,
-    figures: Path | str,
+    results: Path | str,
     template: Path | str,
     style: Path | str,
     reference: Path | str,
+    step_costs: Sequence[Path | str] = (),
+    training: Mapping[str, Path | str] | None = None,
+    data_curve: Path | str | None = None,
 ) -> Page:
-    """Draw the figures and write the page; returns what it shows."""
-    page = load(comparison, reference, manifests)
-    figures = Path(figures)
-    images = []
-    for name, draw in (("speedups", draw_speedups), ("acceptance", draw_acceptance)):
-        path = figures / f"{name}.svg"
-        alt = draw(page, path, style)
-        images.append({"alt": alt, "data": base64.b64encode(path.read_bytes()).decode()})
-    html = render(page, images, template)
-    with artefacts.atomic(out) as temporary:
-        temporary.write_text(html, encoding="utf-8")
+    """Write the page, and figures and tables into `results`; returns what it shows. Others: see `load`."""
+    page = load(folder, reference, manifests, step_costs, training, data_curve)
+    write(page, out, results, template, style)
+    for name, rows in {
+        "summary": without_details(page.rows),
+        "what_would_pay": what_would_pay(page),
+        "acceptance": page.acceptance,
+        "requests": [{key: value for key, value in row.items() if key != "text"} for row in page.requests],
+    }.items():
+        with artefacts.atomic(Path(results) / f"{name}.csv") as temporary:
+            temporary.write_text(as_csv(rows), encoding="utf-8")
     return page
 
 
-def render(page: Page, images: Sequence[Mapping[str, str]], template: Path | str) -> str:
-    """The page as HTML; every value is escaped. images: speedups and acceptance, alt text and base64 of an SVG."""
+def write(page: Page, out: Path | str, folder: Path | str, template: Path | str, style: Path | str) -> None:
+    """Draw every figure into `folder` and write the page."""
+    images = {}
+    for name, draw in figures.FIGURES.items():
+        path = Path(folder) / f"{name}.svg"
+        alt = draw(page, path, style)
+        images[name] = {"alt": alt, "data": base64.b64encode(path.read_bytes()).decode()}
+    html = render(page, images, template)
+    with artefacts.atomic(out) as temporary:
+        temporary.write_text(html, encoding="utf-8")
+
+
+def render(page: Page, images: Mapping[str, Mapping[str, str]], template: Path | str) -> str:
+    """The page as HTML; every value is escaped, and the page lets no script run but its own, known by its hash.
+
+    images: by name of the figure, alt text and base64 of an SVG. page.css and page.js lie beside the template.
+    """
     template = Path(template)
     if not template.exists():
         raise cli.UserError(f"{template}: no such template; give one with --template")
@@ -511,17 +539,26 @@ def render(page: Page, images: Sequence[Mapping[str, str]], template: Path | str
         lstrip_blocks=True,
     )
     environment.filters.update(number=number, percent=percent, excerpt=excerpt)
-    environment.globals.update(interval=interval, engines=ENGINES)
+    environment.globals.update(interval=interval, engines=ENGINES, download=download)
     sentence, line = headline(page.rows)
+    script = (template.parent / "page.js").read_text(encoding="utf-8")
     return environment.get_template(template.name).render(
         page=page,
         headline=sentence,
         numbers=line,
-        speedups=images[0],
-        acceptance_image=images[1],
-        per_prompt=per_prompt(page),
+        images=images,
+        style=Markup((template.parent / "page.css").read_text(encoding="utf-8")),
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        summary=without_details(page.rows),
+        pay=what_would_pay(page),
+        lossless=lossless(page),
+        refused=refused(page),
+        commands=commands(page),
+        curve_figure=base64.b64encode(page.curve_figure).decode() if page.curve_figure else None,
+        per_prompt=page.per_prompt,
         settings=settings(page),
-        findings=[(row, finding) for row in page.rows for finding in row["details"].get("findings", [])],
+        findings=[{"arm": row["arm"]} | finding for row in page.rows for finding in row["details"].get("findings", [])],
         reasoned=[row for row in page.speculating if row["details"].get("evidence")],
         causes=any(row.get("cause") for row in page.rows),
         predictions=any(row.get("predicted_speedup") is not None for row in page.rows),

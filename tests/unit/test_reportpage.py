@@ -44,10 +44,34 @@ def compare(folder, arms):
     return out
 
 
-def build(folder, manifests=()):
+def build(folder, manifests=(), **more):
     out = folder / "report" / "index.html"
-    reportpage.build(folder / "comparison", manifests, out, folder / "report", **SOURCES)
+    reportpage.build(folder / "comparison", manifests, out, folder / "report", **SOURCES, **more)
     return out.read_text()
+
+
+def step_costs():
+    """Two engines, three K, at 1 and 4 requests at a time."""
+    return [
+        {"engine": engine, "k": k, "concurrency": concurrency, "repeat": 1, "step_s": 0.03 * rho, "step_low": 0.029 * rho,
+         "step_high": 0.031 * rho, "plain_step_s": 0.03, "rho": rho, "rho_low": 0.97 * rho, "rho_high": 1.03 * rho,
+         "acceptance_length": 1.0, "steps": 155, "requests": 5}
+        for engine, base in (("vllm", 1.1), ("sglang", 1.7))
+        for concurrency in (1, 4)
+        for k in (1, 2, 3)
+        for rho in [base + 0.07 * k + 0.02 * concurrency]
+    ]  # fmt: skip
+
+
+def training():
+    """A hundred optimizer steps, then two validations."""
+    rows = [
+        {"step": i, "epoch": 1 + i // 50, "split": "train", "loss": 10 / (1 + 0.1 * i), "accuracy": [0.004 * i, 0.003 * i],
+         "learning_rate": 1e-3, "gradient_norm": 1.0, "tokens": 400 * i}
+        for i in range(100)
+    ]  # fmt: skip
+    held_out = {"split": "held_out", "learning_rate": None, "gradient_norm": None}
+    return rows + [rows[i] | held_out | {"accuracy": [0.3, 0.2345]} for i in (50, 99)]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +110,7 @@ class Elements(HTMLParser):
 
 
 def text_of(html):
-    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", re.sub(r"<style>.*?</style>", "", html, flags=re.S)))
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", re.sub(r"<(style|script)>.*?</\1>", "", html, flags=re.S)))
 
 
 def test_it_says_what_was_found(page):
@@ -119,8 +143,10 @@ def test_it_is_self_contained_and_well_formed(page):
     _, html = page
     elements = Elements(html)
     assert not elements.open
+    scripts = [attributes for tag, attributes in elements.found if tag == "script"]
+    assert scripts == [{}] and (ROOT / "report/page.js").read_text() in html
     for tag, attributes in elements.found:
-        assert tag not in ("script", "link", "iframe", "object")
+        assert tag not in ("link", "iframe", "object")
         assert not any(name.startswith("on") for name in attributes)
         for name in ("src", "href", "srcset", "data"):
             assert attributes.get(name, "data:").startswith(("data:", "#"))
@@ -130,21 +156,23 @@ def test_it_is_self_contained_and_well_formed(page):
 def test_it_is_accessible(page):
     elements = Elements(page[1]).found
     images = [attributes for tag, attributes in elements if tag == "img"]
-    assert len(images) == 2 and all(len(image["alt"]) > 40 for image in images)
+    assert len(images) == 3 and all(len(image["alt"]) > 40 for image in images)
     assert all("scope" in attributes for tag, attributes in elements if tag == "th")
     assert elements[0] == ("html", {"lang": "en"})
+    scrolled = [attributes for tag, attributes in elements if attributes.get("class") == "scroll"]
+    assert scrolled and all(box["tabindex"] == "0" and box["aria-label"] for box in scrolled)
 
 
 def test_hostile_text_is_escaped(page):
     _, html = page
     assert "&lt;script&gt;alert(&#34;x&#34;)&lt;/script&gt;" in html
-    assert "<script" not in html and "49" not in re.findall(r"onerror=alert\(1\)&gt; (\S+)", html)
+    assert html.count("<script") == 1 and "49" not in re.findall(r"onerror=alert\(1\)&gt; (\S+)", html)
 
 
 def test_figures_are_written_and_the_same_each_time(page):
     folder, html = page
     before = {path.name: path.read_bytes() for path in (folder / "report").glob("*.svg")}
-    assert set(before) == {"speedups.svg", "acceptance.svg"}
+    assert set(before) == {f"{name}.svg" for name in ("speedups", "acceptance", "prompts", "step_cost", "training")}
     build(folder)
     assert before == {path.name: path.read_bytes() for path in (folder / "report").glob("*.svg")}
 

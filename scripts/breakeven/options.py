@@ -1,0 +1,17 @@
+"""Command-line options that several scripts read alike."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from breakeven.cli import UserError
+
+
+def pairs(option: str, items: Sequence[str]) -> dict[str, Path]:
+    """NAME=FILE arguments as a mapping."""
+    found = {}
+    for item in items:
+        name, separator, path = item.partition("=")
+        if not (name and separator and path):
+            raise UserError(f"{option} {item}: write NAME=FILE, NAME an arm, a drafter or an engine")
+        found[name] = Path(path)
+    return found
