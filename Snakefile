@@ -41,3 +41,7 @@ rule all:
 rule environments:
     input:
         [environment(name) for name in ENVIRONMENTS],
+
+
+onsuccess:
+    show_summary()

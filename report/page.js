@@ -27,12 +27,13 @@ function sliders(form) {
   const { arm, al, rho, k } = form.elements;
   const cells = name => form.querySelectorAll(`[data-out=${name}]`);
   const show = (name, text) => cells(name).forEach(cell => { cell.textContent = text; });
+  const exact = {};  // as measured, until a slider is moved: the sliders' steps are coarser
   const share = value => value === null ? "out of reach" : value.toFixed(3);
 
   function update() {
     const K = Math.min(Math.max(Math.round(Number(k.value)) || 1, 1), Number(k.max));
     al.max = K + 1;
-    const length = Number(al.value), cost = Number(rho.value), speedup = length / cost;
+    const length = exact.al ?? Number(al.value), cost = exact.rho ?? Number(rho.value), speedup = length / cost;
     show("al", length.toFixed(2));
     show("rho", cost.toFixed(2));
     show("speedup", `${speedup.toFixed(2)}×`);
@@ -41,7 +42,7 @@ function sliders(form) {
     show("needed", share(neededConditional(cost, K)));
     show("step", length < cost ? `${(100 * (1 - length / cost)).toFixed(0)} % less time per step`
                                : `a step may take ${(100 * (length / cost - 1)).toFixed(0)} % longer`);
-    const pays = speedup > 1 ? "it pays" : (K + 1) / cost <= 1 ? "no drafter can pay at this step cost" : "it does not pay";
+    const pays = speedup > 1 ? "that pays" : (K + 1) / cost <= 1 ? "no drafter can pay at this step cost" : "that does not pay";
     show("sentence", `With an acceptance length of ${length.toFixed(2)}, a step cost rho of ${cost.toFixed(2)} and K = ${K}: `
                      + `${speedup.toFixed(2)} times the speed of plain decoding, ${pays}.`);
     al.setAttribute("aria-valuetext", `${length.toFixed(2)} tokens per step`);
@@ -53,13 +54,18 @@ function sliders(form) {
     k.value = K;
     al.max = Number(K) + 1;
     rho.max = Math.max(4, Math.ceil(Number(cost)));
-    al.value = length;
-    rho.value = cost;
+    al.value = exact.al = Number(length);
+    rho.value = exact.rho = Number(cost);
     update();
   }
 
   arm.addEventListener("change", prefill);
-  for (const input of [al, rho, k]) input.addEventListener("input", update);
+  for (const input of [al, rho, k]) {
+    input.addEventListener("input", () => {
+      delete exact[input.name];
+      update();
+    });
+  }
   form.addEventListener("submit", event => event.preventDefault());
   form.hidden = false;
   prefill();
@@ -128,7 +134,8 @@ function sortable(table) {
     count.textContent = words.length ? `${shown} of ${all.length} rows` : "";
   });
   const label = make("label", {}, "Filter rows ", field);
-  table.parentElement.before(make("div", { className: "filter" }, label, count));
+  const place = table.parentElement.classList.contains("scroll") ? table.parentElement : table;
+  place.before(make("div", { className: "filter" }, label, count));
 }
 
 // Copy buttons beside command lines.

@@ -1,4 +1,5 @@
 # All Python of the rules: which files, which parameters. Nothing here depends on time, machine or order.
+import subprocess
 import sys
 from pathlib import Path
 
@@ -313,3 +314,27 @@ def manifests():
             ]
     passes = [path for arm in config["arms"] for path in benchmark_passes(arm)]
     return found + [path.replace(".parquet", ".manifest.json") for path in passes]
+
+
+def training_options():
+    """NAME=FILE of each trained drafter's curves, as report.py takes them."""
+    return [
+        f"{name}=results/drafters/{name}/checkpoint/training.parquet"
+        for name in TRAINED
+    ]
+
+
+def data_curve_files():
+    """The data curve, table first, where it has been measured (`snakemake data_curve`); none is asked for."""
+    paths = [f"results/data_curve/curve.{suffix}" for suffix in ("parquet", "svg")]
+    return paths if all(Path(path).is_file() for path in paths) else []
+
+
+def show_summary():
+    """Verdicts, next steps and the page's path at the end of a run that has a page."""
+    if Path("results/report/index.html").is_file():
+        own = python("workflow")
+        subprocess.run(
+            [own if Path(own).is_file() else sys.executable, script("summary")[0]],
+            check=False,
+        )

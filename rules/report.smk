@@ -9,11 +9,27 @@ rule report:
             "results/comparison/summary.manifest.json",
         ],
         manifests=manifests(),
+        training=[option.partition("=")[2] for option in training_options()],
+        step_costs=step_cost_files(),
+        data_curve=data_curve_files(),
         template="report/comparison.html.j2",
+        parts=["report/page.css", "report/page.js"],
         # Snakemake does not track captions by itself.
         captions=[
             f"report/{name}.rst"
-            for name in ("workflow", "comparison", "speedups", "acceptance")
+            for name in (
+                "workflow",
+                "comparison",
+                "speedups",
+                "acceptance",
+                "prompts",
+                "step_cost",
+                "training",
+                "summary_table",
+                "pay_table",
+                "acceptance_table",
+                "requests_table",
+            )
         ],
         style="report/style.mplstyle",
         reference="resources/reference-case.json",
@@ -21,20 +37,62 @@ rule report:
         page=report(
             "results/report/index.html",
             caption="../report/comparison.rst",
-            category="Verdict",
-            labels={"page": "comparison"},
+            category="1 Verdict",
+            labels={"what": "the page", "kind": "page"},
+        ),
+        summary=report(
+            "results/report/summary.csv",
+            caption="../report/summary_table.rst",
+            category="1 Verdict",
+            labels={"what": "all arms", "kind": "table"},
         ),
         speedups=report(
             "results/report/speedups.svg",
             caption="../report/speedups.rst",
-            category="Figures",
-            labels={"figure": "speed-up against break-even"},
+            category="1 Verdict",
+            labels={"what": "speed-up against break-even", "kind": "figure"},
+        ),
+        pay=report(
+            "results/report/what_would_pay.csv",
+            caption="../report/pay_table.rst",
+            category="1 Verdict",
+            labels={"what": "what would make it pay", "kind": "table"},
         ),
         acceptance=report(
             "results/report/acceptance.svg",
             caption="../report/acceptance.rst",
-            category="Figures",
-            labels={"figure": "acceptance per position"},
+            category="2 Acceptance",
+            labels={"what": "acceptance per position", "kind": "figure"},
+        ),
+        acceptance_table=report(
+            "results/report/acceptance.csv",
+            caption="../report/acceptance_table.rst",
+            category="2 Acceptance",
+            labels={"what": "acceptance per position", "kind": "table"},
+        ),
+        training=report(
+            "results/report/training.svg",
+            caption="../report/training.rst",
+            category="2 Acceptance",
+            labels={"what": "training", "kind": "figure"},
+        ),
+        step_cost=report(
+            "results/report/step_cost.svg",
+            caption="../report/step_cost.rst",
+            category="3 Cost",
+            labels={"what": "cost of a step", "kind": "figure"},
+        ),
+        prompts=report(
+            "results/report/prompts.svg",
+            caption="../report/prompts.rst",
+            category="4 Prompts",
+            labels={"what": "speed of each prompt", "kind": "figure"},
+        ),
+        requests=report(
+            "results/report/requests.csv",
+            caption="../report/requests_table.rst",
+            category="4 Prompts",
+            labels={"what": "every request", "kind": "table"},
         ),
     log:
         "logs/report.log",
@@ -44,7 +102,10 @@ rule report:
         machine=1,
     params:
         python=python("workflow"),
+        training=training_options(),
+        data_curve=[f"--data-curve {path}" for path in data_curve_files()[:1]],
     shell:
         "{params.python} {input.script[0]} --comparison results/comparison --manifests {input.manifests}"
+        " --stepcost {input.step_costs} --training {params.training} {params.data_curve}"
         " --template {input.template} --style {input.style} --reference {input.reference}"
         " --out {output.page} --figures results/report > {log} 2>&1"

@@ -96,43 +96,62 @@ def load(
     )
 
 
-def joined(pages: Mapping[str, Page]) -> Page:
-    """Several runs as one page; arms, drafters and engines of step costs are named after their run, by its key."""
-    shown = [
-        Page(
-            [
-                row
-                | {"arm": f"{run}: {row['arm']}", "label": f"{run}: {row['label']}"}
-                | {"baseline": row["baseline"] and f"{run}: {row['baseline']}"}
-                for row in page.rows
-            ],
-            [row | {"arm": f"{run}: {row['arm']}"} for row in page.acceptance],
-            [
-                row | {"arm": f"{run}: {row['arm']}", "baseline": row["baseline"] and f"{run}: {row['baseline']}"}
-                for row in page.requests
-            ],
-            page.reference,
-            [
-                manifest
-                | {"name": f"{run}: {manifest['name']}", "arm": manifest["arm"] and f"{run}: {manifest['arm']}"}
-                for manifest in page.manifests
-            ],
-            [pair | {"arms": [f"{run}: {arm}" for arm in pair["arms"]]} for pair in page.between_engines],
-            [row | {"engine": f"{run}: {row['engine']}"} for row in page.step_costs],
-            {f"{run}: {name}": rows for name, rows in page.training.items()},
-        )
-        for run, page in pages.items()
-    ]
-    return Page(
-        [row for page in shown for row in page.rows],
-        [row for page in shown for row in page.acceptance],
-        [row for page in shown for row in page.requests],
-        shown[0].reference,
-        [manifest for page in shown for manifest in page.manifests],
-        [pair for page in shown for pair in page.between_engines],
-        [row for page in shown for row in page.step_costs],
-        {name: rows for page in shown for name, rows in page.training.items()},
+def named_runs(items: Sequence[str]) -> dict[str, Path]:
+    """Results folders by name, from FOLDER or NAME=FOLDER; a name is the shortest end of the path that tells them apart."""
+    folders = []
+    for item in items:
+        name, separator, path = item.partition("=")
+        folder = Path(path if separator else item)
+        folder = folder / "results" if (folder / "results" / "comparison").is_dir() else folder
+        if not (folder / "comparison" / "summary.parquet").is_file():
+            raise cli.UserError(
+                f"{folder}: no comparison/summary.parquet there; finish that run, or name its results folder"
+            )
+        folders.append((name if separator else None, folder))
+    parts = [[part for part in folder.resolve().parts if part != "results"] for _, folder in folders]
+    depth = next((n for n in range(1, 9) if len({tuple(own[-n:]) for own in parts}) == len(parts)), 9)
+    found = {name or "/".join(own[-depth:]): folder for (name, folder), own in zip(folders, parts, strict=True)}
+    if len(found) < len(items):
+        raise cli.UserError("two runs have the same name or folder; name them apart, as NAME=FOLDER")
+    return found
+
+
+def load_run(results: Path | str, reference: Path | str) -> Page:
+    """A finished run as its results folder has it: comparison, manifests, step costs and training curves."""
+    results = Path(results)
+    manifests = ["target/manifest.json", "prompts/*.manifest.json", "drafters/*/checkpoint/manifest.json"]
+    arms = artefacts.read_manifest(results / "comparison" / "summary.manifest.json", "comparison")["parameters"]["arms"]
+    manifests += [f"benchmarks/{arm}/pass-*.manifest.json" for arm in arms]
+    return load(
+        results / "comparison",
+        reference,
+        [path for pattern in manifests for path in sorted(results.glob(pattern))],
+        sorted((results / "stepcost").glob("*.parquet")),
+        {path.parents[1].name: path for path in sorted(results.glob("drafters/*/checkpoint/training.parquet"))},
     )
+
+
+def joined(pages: Mapping[str, Page]) -> Page:
+    """Several runs as one page. Arms, protocols, drafters and engines of step costs are named after their run, by its key.
+
+    Nothing is compared between runs, as nothing is between protocols.
+    """
+
+    def named(run: str, rows: Sequence[Mapping[str, Any]], *columns: str) -> list[dict[str, Any]]:
+        return [dict(row) | {name: f"{run}: {row[name]}" for name in columns if row[name] is not None} for row in rows]
+
+    whole = Page([], [], [], next(iter(pages.values())).reference)
+    for run, page in pages.items():
+        whole.rows += named(run, page.rows, "arm", "baseline", "protocol")
+        whole.acceptance += named(run, page.acceptance, "arm")
+        whole.requests += named(run, page.requests, "arm", "baseline", "protocol")
+        whole.manifests += named(run, page.manifests, "name", "arm")
+        whole.between_engines += [
+            pair | {"arms": [f"{run}: {arm}" for arm in pair["arms"]]} for pair in page.between_engines
+        ]
+        whole.step_costs += named(run, page.step_costs, "engine")
+        whole.training |= {f"{run}: {name}": rows for name, rows in page.training.items()}
+    return whole
 
 
 def label(row: Mapping[str, Any]) -> str:

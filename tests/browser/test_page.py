@@ -101,7 +101,9 @@ def test_each_arm_fills_the_sliders(opened):
     for i in range(select.locator("option").count()):
         select.select_option(index=i)
         option = select.locator("option").nth(i)
-        assert opened.locator("input[name=al]").input_value() == option.get_attribute("data-al").rstrip("0").rstrip(".")
+        length, cost = (float(option.get_attribute(f"data-{name}")) for name in ("al", "rho"))
+        assert float(opened.locator("input[name=al]").input_value()) == pytest.approx(length, abs=0.006)
+        assert opened.locator("form.pay td[data-out=speedup]").inner_text() == f"{length / cost:.2f}×"
         assert opened.locator("input[name=k]").input_value() == option.get_attribute("data-k")
 
 
