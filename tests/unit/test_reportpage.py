@@ -1,6 +1,12 @@
+import base64
+import csv
+import io
+import json
 import re
+import shlex
 import subprocess
 import sys
+from html import unescape as html_unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -263,3 +269,140 @@ def test_an_old_summary_is_an_error(page, tmp_path):
     pq.write_table(summary.drop_columns(["rho"]), tmp_path / "summary.parquet")
     with pytest.raises(UserError, match="'rho' is missing"):
         reportpage.load(tmp_path, SOURCES["reference"])
+
+
+def section(html, name):
+    return text_of(re.search(rf'<section aria-labelledby="{name}">.*?</section>', html, flags=re.S)[0])
+
+
+def test_what_would_pay_is_a_table_of_values_without_a_script(page):
+    folder, html = page
+    rows = {row["arm"]: row for row in csv.DictReader((folder / "report" / "what_would_pay.csv").open())}
+    assert set(rows) == {"vllm-own-k3", "vllm-own-k5"}  # nothing is known of the refused arm's step cost
+    for row in rows.values():
+        k, length, rho = int(row["k"]), float(row["acceptance_length"]), float(row["rho"])
+        assert float(row["speedup"]) == pytest.approx(length / rho)
+        assert float(row["ceiling"]) == pytest.approx((k + 1) / rho)
+        for name, reached in (("conditional", length), ("needed_conditional", rho)):
+            c = float(row[name])
+            assert sum(c**i for i in range(k + 1)) == pytest.approx(max(reached, 1))
+        assert f"{float(row['needed_conditional']):.3f}" in section(html, "pay")
+
+
+def test_refused_comparisons_are_explained(page):
+    text = section(page[1], "refused")
+    assert "vllm-own-k3-sampled other-sampling: other sampling settings than the baseline" in text
+    assert "temperature 0.7 against 0" in text
+
+
+def test_losslessness_names_the_first_difference(tmp_path):
+    base, fast, *_ = specs()
+
+    def other(rows):
+        for row in rows:
+            if row["prompt_id"] == "reference-2":
+                row["output_token_ids"] = [*row["output_token_ids"][:40], 7, *row["output_token_ids"][41:]]
+        return rows
+
+    fast["change_rows"] = other
+    compare(tmp_path, (base, fast))
+    text = section(build(tmp_path), "lossless")
+    assert "vllm-own-k3 80 % 100 % 1 40 reference-2" in text and "vllm-none – 100 % 0 – –" in text
+
+
+def test_step_cost_and_training_are_shown_where_given(page, tmp_path):
+    folder, html = page
+    assert 'id="stepcost"' not in html and 'id="training"' not in html
+    artefacts.write_table(tmp_path / "vllm.parquet", step_costs(), tables.STEP_COST)
+    artefacts.write_table(tmp_path / "training.parquet", training(), tables.TRAINING)
+    (tmp_path / "comparison").symlink_to(folder / "comparison")
+    html = build(tmp_path, step_costs=[tmp_path / "vllm.parquet"], training={"own": tmp_path / "training.parquet"})
+    assert "sglang 3 4 1 59.7" in section(html, "stepcost") and "1.99 [1.93, 2.05] 2.01" in section(html, "stepcost")
+    assert "own 99 2 39,600 0.917 0.300 0.235" in section(html, "training")
+    assert not Elements(html).open and len(html) < 5_000_000
+
+
+def test_a_data_curve_is_shown_where_given(page, tmp_path):
+    (tmp_path / "comparison").symlink_to(page[0] / "comparison")
+    rows = [{"drafter": "<b>own</b>", "samples": 10_000, "acceptance_length": 1.6034}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "curve.parquet")
+    assert "&lt;b&gt;own&lt;/b&gt; 10,000 1.603" in section(
+        build(tmp_path, data_curve=tmp_path / "curve.parquet"), "curve"
+    )
+    (tmp_path / "curve.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
+    assert "with the fitted law" in build(tmp_path, data_curve=tmp_path / "curve.parquet")
+
+
+def test_each_prompt_is_named_in_its_figure(page):
+    images = [attributes for tag, attributes in Elements(page[1]).found if tag == "img"]
+    alt = next(image["alt"] for image in images if image["alt"].startswith("Decode speed of each prompt"))
+    assert all(name in alt for name in files.PROMPTS)
+
+
+def test_command_lines_are_ready_for_a_shell(page):
+    command = html_unescape(re.search(r'<pre class="command" data-name="vllm-none">(.*?)</pre>', page[1], re.S)[1])
+    assert shlex.split(command) == ["serve", "--chat-template", HOSTILE]
+
+
+def test_downloads_hold_the_tables(page):
+    links = {
+        attributes["download"]: attributes["href"]
+        for tag, attributes in Elements(page[1]).found
+        if "download" in attributes
+    }
+    rows = json.loads(base64.b64decode(links["requests.json"].partition(",")[2]))
+    assert len(rows) == 60 and rows[0]["text"] == HOSTILE
+    lines = list(csv.DictReader(io.StringIO(base64.b64decode(links["requests.csv"].partition(",")[2]).decode())))
+    assert len(lines) == 60 and lines[0]["text"] == HOSTILE
+
+
+def test_a_table_too_large_to_carry_is_only_named():
+    assert "href" not in reportpage.download("requests", [{"text": "x" * reportpage.DOWNLOAD}])
+
+
+def test_two_runs_on_one_page(page, tmp_path):
+    folder, _ = page
+    for name, chosen in (("first", (0, 1)), ("second", (0, 2))):
+        compare(tmp_path / name / "results", [specs()[i] for i in chosen])
+    out = tmp_path / "runs.html"
+    command = [
+        sys.executable,
+        ROOT / "scripts/compare_runs.py",
+        tmp_path / "first",
+        tmp_path / "second/results",
+        "--out",
+        out,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    text = text_of(out.read_text())
+    assert "It depends: it pays with vLLM, drafter own, K = 3, protocol first: quick" in text
+    assert "it does not pay with vLLM, drafter own, K = 5, protocol second: quick" in text
+    assert "first: vllm-own-k3" in text and "second: vllm-own-k5" in text and not Elements(out.read_text()).open
+
+
+@pytest.mark.parametrize(
+    "items, names",
+    [
+        (["a/results", "b/results"], ["a", "b"]),
+        (["x/a", "y/a/results"], ["x/a", "y/a"]),
+        (["old=a", "new=b/results"], ["old", "new"]),
+    ],
+)
+def test_runs_are_named_after_their_folders(tmp_path, monkeypatch, items, names):
+    monkeypatch.chdir(tmp_path)
+    for item in items:
+        path = item.partition("=")[2] or item
+        folder = Path(path if path.endswith("results") else f"{path}/results") / "comparison"
+        folder.mkdir(parents=True)
+        (folder / "summary.parquet").touch()
+    assert list(reportpage.named_runs(items)) == names
+
+
+def test_a_run_that_is_not_finished_or_named_twice_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="finish that run"):
+        reportpage.named_runs([str(tmp_path)])
+    (tmp_path / "results" / "comparison").mkdir(parents=True)
+    (tmp_path / "results" / "comparison" / "summary.parquet").touch()
+    with pytest.raises(UserError, match="name them apart"):
+        reportpage.named_runs([str(tmp_path), str(tmp_path)])

@@ -131,7 +131,17 @@ def test_snakemakes_own_report_holds_the_page_and_the_figures(finished):
     assert done.returncode == 0, done.stderr
     with zipfile.ZipFile(finished / "report.zip") as archive:
         names = " ".join(archive.namelist())
-    assert "index.html" in names and "speedups.svg" in names and "acceptance.svg" in names
+    figures = ("speedups", "acceptance", "prompts", "step_cost", "training")
+    csvs = ("summary", "what_would_pay", "acceptance", "requests")
+    for name in ("index.html", *(f"{name}.svg" for name in figures), *(f"{name}.csv" for name in csvs)):
+        assert f"/{name}" in names
+
+
+def test_a_run_ends_with_its_verdicts_and_the_pages_path(finished):
+    done = snakemake(finished)
+    assert "Nothing to be done" in done.stdout + done.stderr
+    assert "verdict" in done.stdout and "The page: results/report/index.html" in done.stdout
+    assert "The page:" not in snakemake(finished, "-n").stdout
 
 
 def test_manifests_hold_no_paths_of_this_machine(finished):

