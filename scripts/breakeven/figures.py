@@ -22,6 +22,7 @@ MARKERS = {"faster": "o", "slower": "s", "undecided": "D", "recorded": "v"}
 SERIES = ("#1f6f8b", "#b5482a", "#8a6d1f", "#5b4a8a", "#3d7a4a", "#1a1a1a")
 SHAPES = "osD^v*"
 NAMED_PROMPTS = 30  # more prompts than these are drawn without their names
+POINTS = 1000  # of a training curve; more cannot be seen and make the page large
 
 
 def times(row: Mapping[str, Any]) -> str:
@@ -287,13 +288,17 @@ def draw_training(page: Any, path: Path | str, style: Path | str) -> str:
             for axes in (left, right):
                 axes.set_xlabel("response tokens seen")
                 axes.grid(axis="y", visible=True)
-            x = [row["tokens"] for row in train]
+            thinned = slice(None, None, max(1, len(train) // POINTS))
+            x = [row["tokens"] for row in train][thinned]
             if train:
                 left.plot(
-                    x, smooth([row["loss"] for row in train]), color=COLOURS["recorded"], label="training, smoothed"
+                    x,
+                    smooth([row["loss"] for row in train])[thinned],
+                    color=COLOURS["recorded"],
+                    label="training, smoothed",
                 )
             for i, step in enumerate(zip(*(row["accuracy"] for row in train), strict=True)):
-                right.plot(x, smooth(step), color=SERIES[i % len(SERIES)], linewidth=1, label=f"step {i + 1}")
+                right.plot(x, smooth(step)[thinned], color=SERIES[i % len(SERIES)], linewidth=1, label=f"step {i + 1}")
             at = [row["tokens"] for row in held_out]
             left.plot(at, [row["loss"] for row in held_out], "o--", color=COLOURS["faster"], label="held out")
             for i, step in enumerate(zip(*(row["accuracy"] for row in held_out), strict=True)):

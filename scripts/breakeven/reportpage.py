@@ -26,6 +26,7 @@ from breakeven.figures import times
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 EXCERPT = 160  # characters of an output that the page shows
+SHOWN = 200  # prompts of an arm in its table
 DOWNLOAD = 1_000_000  # bytes of a table that the page still carries as a download
 
 
@@ -569,6 +570,7 @@ def render(page: Page, images: Mapping[str, Mapping[str, str]], template: Path |
         style=Markup((template.parent / "page.css").read_text(encoding="utf-8")),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        shown=SHOWN,
         summary=without_details(page.rows),
         pay=what_would_pay(page),
         lossless=lossless(page),

@@ -406,3 +406,18 @@ def test_a_run_that_is_not_finished_or_named_twice_is_an_error(tmp_path):
     (tmp_path / "results" / "comparison" / "summary.parquet").touch()
     with pytest.raises(UserError, match="name them apart"):
         reportpage.named_runs([str(tmp_path), str(tmp_path)])
+
+
+def test_a_large_run_stays_below_five_megabytes(page, tmp_path):  # B104
+    shown = reportpage.load(page[0] / "comparison", SOURCES["reference"])
+    step = training()[10]
+    shown.training = {"own": [step | {"step": i, "tokens": 400 * i} for i in range(60_000)] + training()[-2:]}
+    shown.requests = [
+        row | {"prompt_id": f"{row['prompt_id']}-{i}", "text": "word " * 400}
+        for i in range(400)
+        for row in shown.requests
+    ]
+    reportpage.write(shown, tmp_path / "index.html", tmp_path, SOURCES["template"], SOURCES["style"])
+    html = (tmp_path / "index.html").read_text()
+    assert len(html.encode()) < 5_000_000
+    assert "The first 200 of 2000 prompts" in html and "too many to carry" in html
