@@ -1,7 +1,7 @@
 """The comparison page in a real browser: no network, no console error, sliders, tables, copying, phones, the dark, print.
 
-Needs a chromium on the PATH and the packages of tests/browser/requirements.txt; skipped without them. Screenshots go to
-the folder that BREAKEVEN_SCREENSHOTS names.
+Run with tests/browser/run; needs a chromium on the PATH and the packages of tests/browser/requirements.lock, and is
+skipped without them. Screenshots go to the folder that BREAKEVEN_SCREENSHOTS names.
 """
 
 import csv
@@ -17,7 +17,7 @@ import benchmark_files as files
 import test_reportpage as unit
 from breakeven import artefacts, reportpage, tables
 
-playwright = pytest.importorskip("playwright.sync_api", reason="no playwright; see tests/browser/requirements.txt")
+playwright = pytest.importorskip("playwright.sync_api", reason="no playwright; use tests/browser/run")
 CHROMIUM = os.environ.get("BREAKEVEN_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(not CHROMIUM, reason="no chromium on the PATH")]
 

@@ -420,4 +420,4 @@ def test_a_large_run_stays_below_five_megabytes(page, tmp_path):  # B104
     reportpage.write(shown, tmp_path / "index.html", tmp_path, SOURCES["template"], SOURCES["style"])
     html = (tmp_path / "index.html").read_text()
     assert len(html.encode()) < 5_000_000
-    assert "The first 200 of 2000 prompts" in html and "too many to carry" in html
+    assert "The first 200 of 500 prompts" in html and "too many to carry" in html
