@@ -324,6 +324,11 @@ def training_options():
     ]
 
 
+def held_out_options():
+    """NAME=FILE of each drafter's held-out walk, as report.py takes them."""
+    return [f"{Path(path).parent.name}={path}" for path in offline_tables()["held_out"]]
+
+
 def data_curve_files():
     """The data curve, table first, where it has been measured (`snakemake data_curve`); none is asked for."""
     paths = [f"results/data_curve/curve.{suffix}" for suffix in ("parquet", "svg")]

@@ -10,6 +10,7 @@ rule report:
         ],
         manifests=manifests(),
         training=[option.partition("=")[2] for option in training_options()],
+        held_out=offline_tables()["held_out"],
         step_costs=step_cost_files(),
         data_curve=data_curve_files(),
         template="report/comparison.html.j2",
@@ -22,6 +23,7 @@ rule report:
                 "comparison",
                 "speedups",
                 "acceptance",
+                "lengths",
                 "prompts",
                 "step_cost",
                 "training",
@@ -70,6 +72,12 @@ rule report:
             category="2 Acceptance",
             labels={"what": "acceptance per position", "kind": "table"},
         ),
+        lengths=report(
+            "results/report/lengths.svg",
+            caption="../report/lengths.rst",
+            category="2 Acceptance",
+            labels={"what": "acceptance length against K", "kind": "figure"},
+        ),
         training=report(
             "results/report/training.svg",
             caption="../report/training.rst",
@@ -103,9 +111,11 @@ rule report:
     params:
         python=python("workflow"),
         training=training_options(),
+        held_out=held_out_options(),
         data_curve=[f"--data-curve {path}" for path in data_curve_files()[:1]],
     shell:
         "{params.python} {input.script[0]} --comparison results/comparison --manifests {input.manifests}"
-        " --stepcost {input.step_costs} --training {params.training} {params.data_curve}"
+        " --stepcost {input.step_costs} --training {params.training} --offline {params.held_out}"
+        " {params.data_curve}"
         " --template {input.template} --style {input.style} --reference {input.reference}"
         " --out {output.page} --figures results/report > {log} 2>&1"

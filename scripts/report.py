@@ -19,6 +19,7 @@ def main() -> None:
     parser.add_argument("--manifests", type=Path, nargs="*", default=[], help="manifests to show as provenance")
     parser.add_argument("--stepcost", type=Path, nargs="*", default=[], help="step costs, results/stepcost/*.parquet")
     parser.add_argument("--training", nargs="*", default=[], metavar="NAME=FILE", help="training.parquet of a drafter")
+    parser.add_argument("--offline", nargs="*", default=[], metavar="NAME=FILE", help="held-out walk of a drafter")
     parser.add_argument("--data-curve", type=Path, help="curve.parquet; curve.svg beside it is shown as well")
     parser.add_argument("--out", type=Path, required=True, help="the page, index.html")
     parser.add_argument("--figures", type=Path, required=True, help="folder for figures and tables")
@@ -36,6 +37,7 @@ def main() -> None:
     page = reportpage.build(
         args.comparison, args.manifests, args.out, args.figures, args.template, args.style, args.reference,
         args.stepcost, pairs("--training", args.training), args.data_curve,
+        pairs("--offline", args.offline),
     )  # fmt: skip
     cli.logger.info("%s: %s", args.out, reportpage.headline(page.rows)[0])
 

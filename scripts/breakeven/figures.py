@@ -239,6 +239,53 @@ def draw_prompts(page: Any, path: Path | str, style: Path | str) -> str:
     return "Decode speed of each prompt with and without speculation. " + "; ".join(texts) + "."
 
 
+def draw_lengths(page: Any, path: Path | str, style: Path | str) -> str:
+    """Acceptance length against K: the held-out walk of each drafter, what arms reached, and break-even (rho)."""
+    with plt.style.context(str(style)):
+        arms = [row for row in page.speculating if row["acceptance_length"] and row["k"]]
+        if not arms and not page.offline:
+            return _nothing(path, "No acceptance length is known.")
+        figure, axes = plt.subplots(figsize=(7.4, 3.8))
+        texts = []
+        names = sorted({*page.offline, *(row["drafter"] or row["arm"] for row in arms)})
+        for i, name in enumerate(names):
+            colour, marker = SERIES[i % len(SERIES)], SHAPES[i % len(SHAPES)]
+            walk = {row["k"]: row["acceptance_length"] for row in page.offline.get(name, [])}
+            if walk:
+                ks = sorted(walk)
+                axes.plot(ks, [walk[k] for k in ks], "--", color=colour, marker=marker, markerfacecolor="white",
+                          markersize=4, label=f"{name}, held out")  # fmt: skip
+                texts.append(f"{name} held out: " + ", ".join(f"K {k} {walk[k]:.2f}" for k in ks))
+            served = [row for row in arms if (row["drafter"] or row["arm"]) == name]
+            if served:
+                axes.plot([row["k"] for row in served], [row["acceptance_length"] for row in served], marker,
+                          color=colour, linestyle="", label=f"{name}, served")  # fmt: skip
+            for row in served:
+                texts.append(f"{row['arm']} served: K {row['k']} {row['acceptance_length']:.2f}")
+                if row["rho"]:
+                    axes.plot([row["k"] - 0.18, row["k"] + 0.18], [row["rho"]] * 2, color=colour, linewidth=2.5)
+                    axes.plot([row["k"]] * 2, [row["rho"], row["acceptance_length"]], color=colour, alpha=0.5)
+                    texts[-1] += f" against break-even {row['rho']:.2f}"
+        for engine in sorted({row["engine"] for row in page.step_costs}):
+            single = {
+                row["k"]: row["rho"] for row in page.step_costs if row["engine"] == engine and row["concurrency"] == 1
+            }
+            ks = sorted(single)
+            axes.plot(
+                ks, [single[k] for k in ks], ":", color="#6b6b6b", label=f"break-even on {engine}, measured apart"
+            )
+        axes.plot([], [], color="#6b6b6b", linewidth=2.5, label="break-even of an arm, in its colour")
+        most = int(max([row["k"] for row in arms] + [row["k"] for rows in page.offline.values() for row in rows]))
+        axes.set_xticks(range(1, most + 1))
+        axes.set_ylim(bottom=min([0.98, *(0.98 * row["rho"] for row in arms if row["rho"])]))
+        axes.grid(axis="y", visible=True)
+        axes.set_xlabel("K, drafted tokens per step")
+        axes.set_ylabel("acceptance length")
+        figure.legend(loc="outside right upper")
+        _save(figure, path)
+    return "Acceptance length against K. " + "; ".join(texts) + "."
+
+
 def draw_step_cost(page: Any, path: Path | str, style: Path | str) -> str:
     """rho against K with its interval, one line per engine and concurrency; repeats are separate marks."""
     with plt.style.context(str(style)):
@@ -334,6 +381,7 @@ def _nothing(path: Path | str, text: str) -> str:
 FIGURES = {
     "speedups": draw_speedups,
     "acceptance": draw_acceptance,
+    "lengths": draw_lengths,
     "prompts": draw_prompts,
     "step_cost": draw_step_cost,
     "training": draw_training,

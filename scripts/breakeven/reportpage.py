@@ -42,6 +42,7 @@ class Page:
     between_engines: list[dict[str, Any]] = field(default_factory=list)
     step_costs: list[dict[str, Any]] = field(default_factory=list)  # tables.STEP_COST of all engines
     training: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # tables.TRAINING by drafter
+    offline: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # tables.OFFLINE, held out, by drafter
     curve: list[dict[str, Any]] = field(default_factory=list)  # acceptance against training samples
     curve_figure: bytes | None = None  # SVG
 
@@ -61,11 +62,12 @@ def load(
     step_costs: Sequence[Path | str] = (),
     training: Mapping[str, Path | str] | None = None,
     data_curve: Path | str | None = None,
+    offline: Mapping[str, Path | str] | None = None,
 ) -> Page:
     """Read results/comparison (`folder`), the reference case, and whichever of `manifests` exist.
 
     step_costs: tables of step_cost.py; training: training.parquet by drafter; data_curve: curve.parquet, beside which
-    curve.svg may lie.
+    curve.svg may lie; offline: held-out walks by drafter.
     """
     folder = Path(folder)
     summary = artefacts.read_table(folder / "summary.parquet")
@@ -92,6 +94,7 @@ def load(
         manifest.get("between_engines", []),
         [row for path in step_costs for row in artefacts.read_table(path, tables.STEP_COST).to_pylist()],
         {name: artefacts.read_table(path, tables.TRAINING).to_pylist() for name, path in (training or {}).items()},
+        {name: artefacts.read_table(path, tables.OFFLINE).to_pylist() for name, path in (offline or {}).items()},
         artefacts.read_table(data_curve).to_pylist() if data_curve else [],
         figure.read_bytes() if data_curve and (figure := Path(data_curve).with_suffix(".svg")).is_file() else None,
     )
@@ -129,6 +132,7 @@ def load_run(results: Path | str, reference: Path | str) -> Page:
         [path for pattern in manifests for path in sorted(results.glob(pattern))],
         sorted((results / "stepcost").glob("*.parquet")),
         {path.parents[1].name: path for path in sorted(results.glob("drafters/*/checkpoint/training.parquet"))},
+        offline={path.parent.name: path for path in sorted(results.glob("drafters/*/offline.parquet"))},
     )
 
 
@@ -143,7 +147,7 @@ def joined(pages: Mapping[str, Page]) -> Page:
 
     whole = Page([], [], [], next(iter(pages.values())).reference)
     for run, page in pages.items():
-        whole.rows += named(run, page.rows, "arm", "baseline", "protocol")
+        whole.rows += named(run, page.rows, "arm", "baseline", "protocol", "drafter")
         whole.acceptance += named(run, page.acceptance, "arm")
         whole.requests += named(run, page.requests, "arm", "baseline", "protocol")
         whole.manifests += named(run, page.manifests, "name", "arm")
@@ -152,6 +156,7 @@ def joined(pages: Mapping[str, Page]) -> Page:
         ]
         whole.step_costs += named(run, page.step_costs, "engine")
         whole.training |= {f"{run}: {name}": rows for name, rows in page.training.items()}
+        whole.offline |= {f"{run}: {name}": rows for name, rows in page.offline.items()}
     return whole
 
 
@@ -212,7 +217,7 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
         sentence = _sentence(winners[0], alone=len(judged) == 1)
     elif len({row["verdict"] for row in winners}) == 1:
         row = max(winners, key=lambda row: row["speedup"])
-        where = f"all {len(winners)} combinations of engine and protocol"
+        where = f"{'both' if len(winners) == 2 else f'all {len(winners)}'} combinations of engine and protocol"
         words = {
             "faster": f"Speculation pays under {where}",
             "slower": f"Speculation does not pay under any of {len(winners)} combinations of engine and protocol",
@@ -516,9 +521,10 @@ def build(
     step_costs: Sequence[Path | str] = (),
     training: Mapping[str, Path | str] | None = None,
     data_curve: Path | str | None = None,
+    offline: Mapping[str, Path | str] | None = None,
 ) -> Page:
     """Write the page, and figures and tables into `results`; returns what it shows. Others: see `load`."""
-    page = load(folder, reference, manifests, step_costs, training, data_curve)
+    page = load(folder, reference, manifests, step_costs, training, data_curve, offline)
     write(page, out, results, template, style)
     for name, rows in {
         "summary": without_details(page.rows),

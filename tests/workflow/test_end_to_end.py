@@ -131,7 +131,7 @@ def test_snakemakes_own_report_holds_the_page_and_the_figures(finished):
     assert done.returncode == 0, done.stderr
     with zipfile.ZipFile(finished / "report.zip") as archive:
         names = " ".join(archive.namelist())
-    figures = ("speedups", "acceptance", "prompts", "step_cost", "training")
+    figures = ("speedups", "acceptance", "lengths", "prompts", "step_cost", "training")
     csvs = ("summary", "what_would_pay", "acceptance", "requests")
     for name in ("index.html", *(f"{name}.svg" for name in figures), *(f"{name}.csv" for name in csvs)):
         assert f"/{name}" in names
