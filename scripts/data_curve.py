@@ -47,7 +47,9 @@ def main() -> None:
     artefacts.write_table(args.out, rows, tables.DATA_CURVE)
     with artefacts.atomic(args.out.with_suffix(".txt")) as temporary:
         temporary.write_text(text)
-    inputs = {f"point {n}": path for n, path in args.points} | {f"step cost {name}": path for name, path in args.stepcost}
+    inputs = {f"point {n}": path for n, path in args.points} | {
+        f"step cost {name}": path for name, path in args.stepcost
+    }
     artefacts.write_manifest(
         artefacts.manifest_path(args.out),
         "data_curve",

@@ -63,7 +63,7 @@ def main() -> None:
         parameters = []
         for i, sample in (requests[n] for n in missing):
             own = responses.sampling_of(sampling, sample, args.greedy_first)
-            if own["temperature"] > 0:
+            if own["temperature"] > 0 and seed is not None:
                 own["seed"] = responses.seed_of(seed, shard[i]["prompt_id"], sample)
             parameters.append(own)
         finished = engine.generate(
@@ -84,9 +84,7 @@ def main() -> None:
                 "finish_reason": reason,
                 "n_reasoning": responses.reasoning_length(tokenizer, tokens),
                 "engine": args.engine,
-                "sampling": json.dumps(
-                    responses.sampling_of(args.sampling, sample, args.greedy_first), sort_keys=True
-                ),
+                "sampling": json.dumps(responses.sampling_of(args.sampling, sample, args.greedy_first), sort_keys=True),
             }
         )
     artefacts.write_table(args.out, rows, tables.RESPONSES)

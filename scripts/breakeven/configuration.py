@@ -180,9 +180,10 @@ def trained_drafters(config: dict[str, Any]) -> list[str]:
 
 
 def reported_drafters(config: dict[str, Any]) -> list[str]:
-    """Trained drafters that the report shows: points of the data curve only where an arm serves them."""
+    """Trained drafters that the report shows: the data curve's drafter and its points only where an arm serves them."""
     served = {arm.get("drafter") for arm in config["arms"].values()}
-    return [name for name in trained_drafters(config) if name in served or name not in points(config)]
+    of_curve = {*points(config), (config["data_curve"] or {}).get("drafter")}
+    return [name for name in trained_drafters(config) if name in served or name not in of_curve]
 
 
 def checkpoint_files(config: dict[str, Any], drafter: str) -> list[str]:

@@ -81,7 +81,9 @@ def fit(samples: Sequence[int], lengths: np.ndarray, k: int) -> Law:
     """
     x = np.asarray(samples, dtype=np.float64)
     if len(np.unique(x)) < LEAST_POINTS:
-        raise ValueError(f"a law with three parameters needs {LEAST_POINTS} points or more; there are {len(np.unique(x))}")
+        raise ValueError(
+            f"a law with three parameters needs {LEAST_POINTS} points or more; there are {len(np.unique(x))}"
+        )
     scale = np.exp(np.log(x).mean())
     u = (x / scale) ** -EXPONENTS[:, None]  # [G, P]
     y = np.asarray(lengths, dtype=np.float64)[..., None, :]  # [..., 1, P]
@@ -222,7 +224,13 @@ def rows(found: Curve, drafter: str, served: Mapping[tuple[str, int], float]) ->
         )
     value, low, high = found.forecast(2 * found.largest)
     forecast = {"drafter": None, "samples": 2 * found.largest, "k": found.k, "kind": "forecast", "steps": None}
-    forecast |= {"acceptance_length": value, "low": low, "high": high, "fitted": value, "served_acceptance_length": None}
+    forecast |= {
+        "acceptance_length": value,
+        "low": low,
+        "high": high,
+        "fitted": value,
+        "served_acceptance_length": None,
+    }
     return [*made, forecast | {"conversations": found.conversations} | law]
 
 
