@@ -269,10 +269,10 @@ def points_options():
     ]
 
 
-def measured_summary():
-    """The comparison, where there is one; the curve asks for no measurement."""
-    path = "results/comparison/summary.parquet"
-    return [path] if Path(path).is_file() else []
+def served_summary():
+    """The comparison, where the curve is to show what its arms measured."""
+    served = (config["data_curve"] or {}).get("served", False)
+    return ["results/comparison/summary.parquet"] if served else []
 
 
 def passes_options():

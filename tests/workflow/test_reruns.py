@@ -152,13 +152,21 @@ def test_an_arm_may_serve_a_point(finished, tmp_path):
     work = tmp_path / "work"
     shutil.copytree(finished, work, symlinks=True, copy_function=link)
     arm = {"engine": "vllm", "protocol": "quick", "drafter": "own-20", "k": 3}
-    config(**{"data_curve": {"drafter": "own", "samples": [10, 20, 30], "k": [3]}, "arms__vllm-own-20-k3": arm})(work)
-    assert planned(work) == {"build_vocabulary": 1} | DRAFTER
+    curve = {"drafter": "own", "samples": [10, 20, 30], "k": [3], "served": True}
+    config(**{"data_curve": curve, "arms__vllm-own-20-k3": arm})(work)
+    served = {"build_vocabulary": 1} | DRAFTER
+    assert planned(work) == served
+    assert (
+        planned(work, "data_curve")
+        == {rule: n for rule, n in served.items() if rule != "report"} | times(3, POINT) | CURVE
+    )
 
 
 def test_a_curve_that_is_not_there_is_asked_for_in_one_sentence(finished):
-    done = snakemake(finished, "data_curve", "--dry-run")
-    assert done.returncode != 0 and "config, data_curve: there is none; set it, for example" in done.stderr
+    done = snakemake(finished, "--dry-run", "data_curve")
+    assert (
+        done.returncode != 0 and "config, data_curve: there is none; set it, for example" in done.stdout + done.stderr
+    )
 
 
 def test_the_curve_experiment_plans_a_drafter_for_each_point(finished):
