@@ -16,7 +16,7 @@ A shard is one safetensors file: S sequences, packed one behind the other into T
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,15 +153,37 @@ def canary(tensors: dict[str, Tensor], rows: Tensor | None = None) -> float:
     return (tensors["argmax"][positions - 1] == tensors["token_ids"][positions]).float().mean().item()
 
 
-class Sequences:
+class Chosen:
+    """Which of some sequences train a drafter and which judge it, in the order of their prompts' ranks."""
+
+    def __init__(self):
+        self.held_out: list[bool] = []
+        self.temperature: list[float] = []
+        self.conversation: list[int] = []
+
+    def add(self, about: Mapping[str, Tensor]) -> None:
+        """Add the sequences of a shard: tensors as `about_sequences` makes them."""
+        for name in ("held_out", "temperature", "conversation"):
+            getattr(self, name).extend(about[name].tolist())
+
+    def training(self, samples: int | None = None) -> list[int]:
+        """The training sequences, best rank first: the first `samples` of them, or all. UserError if there are fewer."""
+        return selection.first_samples([i for i, flag in enumerate(self.held_out) if not flag], samples)
+
+    def judged(self) -> list[int]:
+        """The held-out sequences that acceptance is measured on: greedy ones where there are any, else all."""
+        held_out = [i for i, flag in enumerate(self.held_out) if flag]
+        return [i for i in held_out if self.temperature[i] == 0] or held_out
+
+
+class Sequences(Chosen):
     """The sequences of several shards, read lazily: nothing but indices stays in memory."""
 
     def __init__(self, paths: list[Path]):
         from safetensors import safe_open
 
-        self.files, self.index, self.held_out = [], [], []
-        self.temperature: list[float] = []
-        self.conversation: list[int] = []
+        super().__init__()
+        self.files, self.index = [], []
         self.layers: list[int] = []
         for number, path in enumerate(paths):
             manifest = artefacts.read_manifest(artefacts.manifest_path(path), "hidden_states")
@@ -175,9 +197,7 @@ class Sequences:
             self.files.append({name: file.get_slice(name) for name in file.keys()})  # noqa: SIM118
             starts = file.get_tensor("cu_seqlens").tolist()
             self.index += [(number, a, b) for a, b in itertools.pairwise(starts)]
-            self.held_out += file.get_tensor("held_out").tolist()
-            self.temperature += file.get_tensor("temperature").tolist()
-            self.conversation += file.get_tensor("conversation").tolist()
+            self.add({name: file.get_tensor(name) for name in ("held_out", "temperature", "conversation")})
 
     def __len__(self) -> int:
         return len(self.index)
@@ -190,15 +210,6 @@ class Sequences:
         """Tensors of sequence i, e.g. load(i, "token_ids", "hidden")."""
         number, start, end = self.index[i]
         return {name: self.files[number][name][start:end] for name in names}
-
-    def training(self, samples: int | None = None) -> list[int]:
-        """The training sequences, best rank first: the first `samples` of them, or all. UserError if there are fewer."""
-        return selection.first_samples([i for i, flag in enumerate(self.held_out) if not flag], samples)
-
-    def judged(self) -> list[int]:
-        """The held-out sequences that acceptance is measured on: greedy ones where there are any, else all."""
-        held_out = [i for i, flag in enumerate(self.held_out) if flag]
-        return [i for i in held_out if self.temperature[i] == 0] or held_out
 
     def tokens(self, chosen: list[int]) -> Tensor:
         """All response tokens of the chosen sequences, [n] int32."""

@@ -518,6 +518,7 @@ def render(page: Page, images: Sequence[Mapping[str, str]], template: Path | str
         acceptance_image=images[1],
         per_prompt=per_prompt(page),
         settings=settings(page),
+        findings=[(row, finding) for row in page.rows for finding in row["details"].get("findings", [])],
         reasoned=[row for row in page.speculating if row["details"].get("evidence")],
         causes=any(row.get("cause") for row in page.rows),
         predictions=any(row.get("predicted_speedup") is not None for row in page.rows),
