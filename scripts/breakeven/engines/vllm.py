@@ -196,6 +196,9 @@ def generate(
     from vllm.sampling_params import RequestOutputKind
 
     defaults = {"enable_prefix_caching": False, "disable_log_stats": True}
+    if os.environ.get("VLLM_TARGET_DEVICE") == "cpu" and any("seed" in parameters for parameters in sampling):
+        # After a part of a prompt the request's generator is rewound, which a CPU generator cannot do (0.32.0).
+        defaults["enable_chunked_prefill"] = False
     engine = LLMEngine.from_engine_args(EngineArgs(model=model, **defaults | settings))
     # Enough to keep the engine full; adding all at once would leave it idle meanwhile.
     ahead = 2 * engine.vllm_config.scheduler_config.max_num_seqs
