@@ -194,6 +194,8 @@ class Sequences(Chosen):
                 )
             self.layers = layers
             file = safe_open(path, "pt")
+            if "temperature" not in file.keys():  # noqa: SIM118
+                raise UserError(f"{path}: it does not say at which temperature it was sampled; extract it again")
             self.files.append({name: file.get_slice(name) for name in file.keys()})  # noqa: SIM118
             starts = file.get_tensor("cu_seqlens").tolist()
             self.index += [(number, a, b) for a, b in itertools.pairwise(starts)]

@@ -291,7 +291,7 @@ def draw(curves: Sequence[Curve], costs: Mapping[str, StepCost], path: Path | st
         axes.minorticks_off()
         axes.set_xlabel("training samples")
         axes.set_ylabel("held-out acceptance length")
-        axes.legend()
+        axes.legend(loc="lower right")
         with artefacts.atomic(path) as temporary:
             figure.savefig(temporary, format="svg", metadata={"Date": None})
         plt.close(figure)
