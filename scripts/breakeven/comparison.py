@@ -6,6 +6,7 @@ comparison that would mislead is refused with a reason, "id: sentence", and its 
 measurements and its acceptance are still shown.
 """
 
+import itertools
 import json
 import math
 import re
@@ -479,6 +480,7 @@ class Comparison:
     acceptance: list[dict[str, Any]]
     requests: list[dict[str, Any]]
     details: dict[str, dict[str, Any]]
+    between_engines: list[dict[str, Any]] = field(default_factory=list)
 
 
 def compare(
@@ -554,7 +556,52 @@ def compare(
                 "hypotheses": [{key: _finite_or(value) for key, value in fit.items()} for fit in found.hypotheses],
             }
         del row["predicted_rho"]
+    result.between_engines = between_engines(arms)
     return result
+
+
+def between_engines(arms: Sequence[Arm]) -> list[dict[str, Any]]:
+    """Acceptance of the same drafts on different engines: one entry per pair of arms alike in all but the engine.
+
+    Speeds are not compared: engines differ in more than speculation. p_value: see `acceptance.agreement`; the pair has
+    the same prompts and, where greedy, nearly the same texts. Over the first passes, as repeats of greedy outputs are
+    copies.
+    """
+
+    def draft(arm: Arm) -> str:
+        """What an arm drafts with."""
+        p = arm.parameters
+        same = (p.get("drafter"), p.get("method"), arm.k, {k: v for k, v in arm.protocol.items() if k != "passes"})
+        return json.dumps(same, sort_keys=True)
+
+    # Trees and n-gram look-ups are left out: there the engines' settings mean different things.
+    chains = [
+        arm
+        for arm in arms
+        if arm.served
+        and arm.parameters.get("method") in ("eagle3", "draft_model")
+        and not arm.parameters.get("options")
+        and not {reason.split(":")[0] for reason in own_reasons(arm)} & verdict.NO_ACCEPTANCE
+    ]
+    known = {arm.name: served_counts(arm) for arm in chains}
+    chains = [arm for arm in chains if known[arm.name]]
+    found = []
+    for first, second in itertools.combinations(chains, 2):
+        if first.parameters["engine"] == second.parameters["engine"] or draft(first) != draft(second):
+            continue
+        a, b = known[first.name], known[second.name]
+        result = acceptance.agreement((a.steps, a.accepted), (b.steps, b.accepted))
+        found.append(
+            {
+                "arms": [first.name, second.name],
+                "steps": [a.steps, b.steps],
+                "acceptance_length": [a.length, b.length],
+                "marginal": [acceptance.marginal(c.steps, c.accepted).tolist() for c in (a, b)],
+                "agree": result.agree,
+                "p_value": result.p_value,
+            }
+        )
+    return found
 
 
 def undecided(arms: Sequence[Arm]) -> list[str]:
@@ -896,5 +943,6 @@ def run(
         | {name: path for arm in arms for name, path in arm.files.items()},
         counts={"arms": len(arms)} | {label: labels.count(label) for label in sorted(set(labels))},
         arms=result.details,
+        between_engines=result.between_engines,
     )
     return result

@@ -104,6 +104,22 @@ def test_a_spared_pass_is_neither_missing_nor_counted(tmp_path, specs):
     assert rows["vllm-none"]["passes"] == 4
 
 
+def test_engines_are_compared_by_acceptance_alone(tmp_path):
+    def of(engine, name, conditional=(0.6, 0.66, 0.75), **parameters):
+        spec = files.default(name, k=3, drafter="own", rate=10.0) | {"conditional": list(conditional)}
+        spec["parameters"] |= {"engine": engine} | parameters
+        spec["prompts"] = [f"p{i}" for i in range(20)]
+        return spec
+
+    same = compared(tmp_path / "a", of("vllm", "v"), of("sglang", "s"), of("sglang", "tree", options={"topk": 4}))[1]
+    (pair,) = same.between_engines
+    assert pair["arms"] == ["v", "s"] and pair["agree"] and pair["p_value"] > 0.05
+    assert pair["steps"][0] > 500 and abs(pair["acceptance_length"][0] - pair["acceptance_length"][1]) < 0.2
+    wrong = compared(tmp_path / "b", of("vllm", "v"), of("sglang", "s", (0.3, 0.3, 0.3)))[1]
+    assert not wrong.between_engines[0]["agree"]
+    assert compared(tmp_path / "c", of("vllm", "v"), of("sglang", "s", method="ngram"))[1].between_engines == []
+
+
 def test_rates_and_break_even_are_exact(tmp_path, specs):
     """Decode speed leaves out the first token and its time; AL 2.5 at 59 against 61 tok/s is a rho of 2.585."""
 
