@@ -12,6 +12,7 @@ import io
 import json
 import re
 import shlex
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,7 @@ class Page:
     offline: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # tables.OFFLINE, held out, by drafter
     curve: list[dict[str, Any]] = field(default_factory=list)  # acceptance against training samples
     curve_figure: bytes | None = None  # SVG
+    commit: str | None = None  # of the project that wrote the page
 
     @property
     def speculating(self) -> list[dict[str, Any]]:
@@ -97,6 +99,7 @@ def load(
         {name: artefacts.read_table(path, tables.OFFLINE).to_pylist() for name, path in (offline or {}).items()},
         artefacts.read_table(data_curve).to_pylist() if data_curve else [],
         figure.read_bytes() if data_curve and (figure := Path(data_curve).with_suffix(".svg")).is_file() else None,
+        commit(Path(__file__).parent),
     )
 
 
@@ -145,7 +148,8 @@ def joined(pages: Mapping[str, Page]) -> Page:
     def named(run: str, rows: Sequence[Mapping[str, Any]], *columns: str) -> list[dict[str, Any]]:
         return [dict(row) | {name: f"{run}: {row[name]}" for name in columns if row[name] is not None} for row in rows]
 
-    whole = Page([], [], [], next(iter(pages.values())).reference)
+    first = next(iter(pages.values()))
+    whole = Page([], [], [], first.reference, commit=first.commit)
     for run, page in pages.items():
         whole.rows += named(run, page.rows, "arm", "baseline", "protocol", "drafter")
         whole.acceptance += named(run, page.acceptance, "arm")
@@ -319,15 +323,26 @@ def flat(value: Mapping[str, Any], prefix: str = ""):
             yield f"{prefix}{key}", text if len(text) <= 300 else text[:300] + " …"
 
 
+def commit(folder: Path | str) -> str | None:
+    """The commit that is checked out in a folder, with "-dirty" if tracked files differ; None outside of git."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or None
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 def settings(page: Page) -> list[tuple[str, str]]:
     """What all arms share or differ in: target, drafters, protocols, versions, machines; (name, text) pairs."""
     found: dict[str, list[str]] = {}
 
     def add(name: str, pairs) -> None:
-        text = ", ".join(f"{key} {value}" for key, value in pairs if value not in (None, "null", "", [], "[]"))
+        text = ", ".join(f"{key} {value}".strip() for key, value in pairs if value not in (None, "null", "", [], "[]"))
         if text and text not in found.setdefault(name, []):
             found[name].append(text)
 
+    if page.commit:
+        add("Commit", [("", page.commit)])
     for manifest in page.manifests:
         if manifest["artefact"] in ("target", "drafter", "prompts"):
             add(manifest["artefact"].capitalize(), (manifest["parameters"] + manifest["counts"])[:12])

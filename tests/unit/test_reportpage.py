@@ -373,6 +373,13 @@ def test_a_table_too_large_to_carry_is_only_named():
     assert "href" not in reportpage.download("requests", [{"text": "x" * reportpage.DOWNLOAD}])
 
 
+def test_the_commit_is_shown_where_there_is_one(page, tmp_path):
+    assert reportpage.commit(tmp_path) is None
+    commit = reportpage.commit(ROOT)
+    assert commit is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", commit)
+    assert f"Commit {commit}" in section(page[1], "provenance") or commit is None
+
+
 def test_two_runs_on_one_page(page, tmp_path):
     folder, _ = page
     for name, chosen in (("first", (0, 1)), ("second", (0, 2))):
