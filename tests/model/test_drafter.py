@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import tinymodels
-from breakeven.drafter import DrafterConfig, chain_mask, inverse_frequencies, repeat_heads
+from breakeven.drafter import DrafterConfig, Rows, chain_mask, inverse_frequencies, repeat_heads
 from breakeven.target import rope
 
 
@@ -52,7 +52,7 @@ def test_steps_equal_a_literal_chain_with_a_key_cache(drafter, first_row):
     for step in range(steps):
         start = 0 if step == 0 else first_row
         fed = torch.tensor([tokens[start + 1 + step : length + 1 + step]])
-        hidden, context = drafter.step(fed, hidden, context, first_row)
+        hidden, context = drafter.step(fed, hidden, context, Rows.suffix(length, first_row))
         outputs.append(hidden[0])
     for row in (first_row, first_row + 3, length - 1):
         expected = reference_chain(drafter, tokens, features[0], row, steps)
@@ -61,7 +61,7 @@ def test_steps_equal_a_literal_chain_with_a_key_cache(drafter, first_row):
 
 
 def test_mask_sees_the_past_of_step_zero_and_its_own_later_keys():
-    mask = chain_mask(rows=2, width=5, first_row=2, steps=2, device="cpu").int().tolist()
+    mask = chain_mask(torch.tensor([2, 3]), width=5, steps=2).int().tolist()
     assert mask == [[1, 1, 1, 0, 0] + [1, 0] + [1, 0], [1, 1, 1, 1, 0] + [0, 1] + [0, 1]]
 
 
