@@ -138,7 +138,9 @@ def test_a_packed_batch_is_its_sequences_one_by_one(target_folder, states):
     for settings in (one_step, SETTINGS):
         steps = settings.ttt_steps
         chosen = [1, 2, 3]
-        packed, _, _ = training.chain_loss(run.drafter, run.head, training.collate(run.sequences, chosen, steps), settings)
+        packed, _, _ = training.chain_loss(
+            run.drafter, run.head, training.collate(run.sequences, chosen, steps), settings
+        )
         parts, trained = [], []
         for i in chosen:
             batch = training.collate(run.sequences, [i], steps)
