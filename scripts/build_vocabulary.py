@@ -9,20 +9,19 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from breakeven import artefacts, cli, target, vocabulary
-from breakeven.hidden_states import Sequences
+from breakeven import artefacts, cli, hidden_states, target, vocabulary
 
 
 def main() -> None:
     parser = cli.parser(__doc__)
     parser.add_argument("--target", required=True, type=Path, help="the target's folder")
-    parser.add_argument("--hidden-states", required=True, nargs="+", type=Path, help="hidden-state shards")
+    hidden_states.add_options(parser)
     parser.add_argument("--size", required=True, type=int, help="tokens in the draft vocabulary")
     parser.add_argument("--out", required=True, type=Path, help="safetensors file to write")
     args = parser.parse_args()
 
     size = target.text_config(args.target)["vocab_size"]
-    sequences = Sequences(args.hidden_states)
+    sequences = hidden_states.open_sequences(args)
     training = np.bincount(sequences.tokens(held_out=False).numpy(), minlength=size)
     held_out = np.bincount(sequences.tokens(held_out=True).numpy(), minlength=size)
     always = target.special_token_ids(args.target)
@@ -35,7 +34,7 @@ def main() -> None:
         artefacts.manifest_path(args.out),
         "vocabulary",
         parameters={"size": args.size, "always": always},
-        inputs={p.name: artefacts.manifest_path(p) for p in args.hidden_states},
+        inputs=hidden_states.input_manifests(args),
         counts={"training_tokens": int(training.sum()), "distinct_training_tokens": int((training > 0).sum())},
         coverage=shares,
     )

@@ -4,8 +4,9 @@
         --hidden-states results/hidden_states/shard-*.safetensors --settings '{"epochs": 3}' \\
         --initialise-from target --out results/drafters/own/checkpoint
 
-Writes config.json, model.safetensors, training.parquet and manifest.json. An interrupted run continues from OUT.partial
-and ends with the same weights as an uninterrupted one.
+With --responses in place of --hidden-states nothing is stored: the target runs inside the step. Writes config.json,
+model.safetensors, training.parquet, speed.json (tokens per second, MFU, peak memory) and manifest.json. An interrupted
+run continues from OUT.partial and ends with the same weights as an uninterrupted one.
 """
 
 import json
@@ -16,10 +17,12 @@ from pathlib import Path
 import torch
 from safetensors.numpy import load_file
 
-from breakeven import artefacts, checkpoint, cli, tables, target, training
+from breakeven import artefacts, checkpoint, cli, hidden_states, tables, target, training
+from breakeven.conventions import layers_option
 from breakeven.drafter import Drafter, DrafterConfig, initialise_from_target, target_tensor_names
-from breakeven.hidden_states import Sequences
 from breakeven.vocabulary import target_ids
+
+VOLATILE = ("training.parquet", "speed.json")  # what the manifest does not vouch for: speed differs from run to run
 
 
 def main() -> None:
@@ -28,7 +31,12 @@ def main() -> None:
     parser.add_argument(
         "--vocabulary", required=True, type=Path, help="d2t and t2d, as build_vocabulary.py writes them"
     )
-    parser.add_argument("--hidden-states", required=True, nargs="+", type=Path, help="hidden-state shards")
+    hidden_states.add_options(parser)
+    parser.add_argument(
+        "--layers",
+        default="default",
+        help="with --responses: the target's layers, as extract_hidden_states.py takes them",
+    )
     parser.add_argument(
         "--settings", default={}, type=json.loads, help="training settings as JSON, see training.Settings"
     )
@@ -37,6 +45,9 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
+    parser.add_argument(
+        "--peak-flops", type=float, help="bf16 FLOP/s of the device, for MFU where breakeven/speed.py has none"
+    )
     parser.add_argument("--save-every", type=float, default=60, help="seconds between states to resume from")
     parser.add_argument("--out", required=True, type=Path, help="checkpoint folder to write")
     args = parser.parse_args()
@@ -45,8 +56,9 @@ def main() -> None:
 
     settings = training.Settings(**args.settings)
     torch.manual_seed(settings.seed)
-    sequences = Sequences(args.hidden_states)
     config = target.text_config(args.target)
+    layers = layers_option(args.layers, config["num_hidden_layers"])
+    sequences = hidden_states.open_sequences(args, layers, args.device, settings.batch_tokens)
     maps = load_file(args.vocabulary)
     ids = torch.from_numpy(target_ids(maps["d2t"]))
     names = target_tensor_names(config)
@@ -71,8 +83,8 @@ def main() -> None:
         config["rms_norm_eps"],
     )
 
-    inputs = {p.name: artefacts.manifest_path(p) for p in [args.vocabulary, *args.hidden_states]}
-    run = training.Run(drafter.to(args.device), head, sequences, settings, args.device)
+    inputs = {args.vocabulary.name: artefacts.manifest_path(args.vocabulary)} | hidden_states.input_manifests(args)
+    run = training.Run(drafter.to(args.device), head, sequences, settings, args.device, args.peak_flops)
     key = training.fingerprint(settings, drafter, {name: artefacts.sha256(p) for name, p in inputs.items()})
     partial = args.out.with_name(args.out.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
@@ -89,6 +101,8 @@ def main() -> None:
     checkpoint.save(folder, drafter, maps["d2t"], maps["t2d"], config)
     rows = [dict.fromkeys(tables.TRAINING.names) | row for row in run.rows]
     artefacts.write_table(folder / "training.parquet", rows, tables.TRAINING)
+    artefacts.write_json(folder / "speed.json", run.meter.report())
+    cli.logger.info("speed: %s", run.meter)
     held_out = [row for row in run.rows if row["split"] == "held_out"][-1]
     artefacts.write_manifest(
         folder / "manifest.json",
@@ -104,7 +118,7 @@ def main() -> None:
         },
         held_out={"loss": held_out["loss"], "accuracy": held_out["accuracy"]},
         versions={"torch": torch.__version__},
-        files={p.name: artefacts.sha256(p) for p in sorted(folder.iterdir()) if p.name != "training.parquet"},
+        files={p.name: artefacts.sha256(p) for p in sorted(folder.iterdir()) if p.name not in VOLATILE},
     )
     shutil.rmtree(args.out, ignore_errors=True)
     folder.rename(args.out)

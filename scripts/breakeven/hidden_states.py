@@ -16,6 +16,7 @@ That is the codec bfloat16. With int8, `hidden` and `last` are int8 with one flo
 `Sequences` reads shards, `Responses` runs the target when hidden states are asked for; trainer and walk take either.
 """
 
+import argparse
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from breakeven import artefacts, tables
+from breakeven import artefacts, tables, target
 from breakeven.cli import Progress, UserError
 
 CODECS = ("bfloat16", "int8")
@@ -323,3 +324,31 @@ class InMemory:
     def load(self, i: int, *names: str) -> dict[str, Tensor]:
         start, end = self.index[i]
         return {name: self.tensors[name][start:end] for name in names}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The two ways to hand sequences to a script; `open_sequences` reads them."""
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--hidden-states", nargs="+", type=Path, default=[], help="hidden-state shards")
+    group.add_argument(
+        "--responses", nargs="+", type=Path, default=[], help="response shards; the target itself gives hidden states"
+    )
+
+
+def open_sequences(
+    args: argparse.Namespace, layers: list[int] | None = None, device: str = "cpu", budget: int = 8192
+) -> Sequences | Responses:
+    """Sequences of the shards that `add_options` asked for.
+
+    From responses, with `layers`, hidden states come from the target in the folder args.target, on `device`, with at
+    most `budget` padded tokens in one forward pass; without, there are only tokens.
+    """
+    if args.hidden_states:
+        return Sequences(args.hidden_states)
+    capture = Capture(target.load_model(args.target, device), layers) if layers is not None else None
+    return Responses(args.responses, capture, budget)
+
+
+def input_manifests(args: argparse.Namespace) -> dict[str, Path]:
+    """The manifests of those shards, by shard."""
+    return {path.name: artefacts.manifest_path(path) for path in [*args.hidden_states, *args.responses]}

@@ -83,3 +83,11 @@ class Meter:
             "timed_seconds": self.seconds,
             "timed_tokens": self.tokens,
         }
+
+    def __str__(self) -> str:
+        found = self.report()
+        rate, mfu, memory = found["tokens_per_second"], found["mfu"], found["peak_memory_bytes"]
+        parts = [f"{rate:.0f} tok/s" if rate else "too short to time"]
+        parts += [f"MFU {mfu:.1%}"] if mfu is not None else []
+        parts += [f"peak memory {memory / 1e9:.2f} GB"] if memory is not None else []
+        return ", ".join(parts)

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 import tinymodels
 from breakeven import target, training
 from breakeven.cli import UserError
-from breakeven.drafter import Rows
-from breakeven.hidden_states import Sequences
+from breakeven.drafter import DrafterConfig, Rows
+from breakeven.hidden_states import Capture, Responses, Sequences
+from breakeven.speed import training_flops
 
 IDS = torch.arange(0, 120, 2)
 SETTINGS = training.Settings(ttt_steps=3, epochs=2, learning_rate=2e-3, batch_tokens=80)
@@ -212,6 +213,49 @@ def test_a_resumed_run_ends_with_the_same_weights(target_folder, states, tmp_pat
     for name, tensor in whole.drafter.state_dict().items():
         assert torch.equal(tensor, second.drafter.state_dict()[name]), name
     assert [row["loss"] for row in rows] == [row["loss"] for row in second.rows]
+
+
+def test_online_training_is_training_on_the_store(target_folder, states, responses):
+    """The target in the step: the same batches and, to bf16 rounding of the hidden states, the same losses."""
+    stored = make_run(target_folder, states)
+    capture = Capture(target.load_model(target_folder, "cpu"), tinymodels.DISTINCT)
+    drafter = tinymodels.make_drafter(target_folder, IDS)
+    online = training.Run(drafter, head_of(target_folder), Responses([responses], capture), SETTINGS, "cpu")
+    assert online.batches(1) == stored.batches(1)
+    mine, reference = list(online.steps()), list(stored.steps())
+    for a, b in zip(mine, reference, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=0.05)
+
+
+def test_a_loss_that_is_not_finite_stops_with_its_step(target_folder, states):
+    run = make_run(target_folder, states, dataclasses.replace(SETTINGS, learning_rate=1e30, warmup=0.0))
+    with pytest.raises(UserError, match=r"the loss is nan at optimizer step [1-9]"):
+        list(run.steps())
+
+
+def test_threads_keep_the_order_and_pass_errors_on():
+    made = training.ahead(lambda i: i * i, range(50), 3)
+    assert list(made) == [i * i for i in range(50)]
+    with pytest.raises(ZeroDivisionError):
+        list(training.ahead(lambda i: 1 // (5 - i), range(50), 3))
+
+
+def test_speed_counts_the_tokens_and_needs_a_peak_for_mfu(target_folder, states):
+    run = make_run(target_folder, states)
+    assert run.meter.report()["tokens_per_second"] is None
+    list(run.steps())
+    found = run.meter.report()
+    whole = SETTINGS.epochs * sum(run.lengths[i] for i in run.training)
+    assert 0 < found["timed_tokens"] < whole and found["tokens_per_second"] > 0 and found["mfu"] is None
+    run.meter.peak = 2 * found["flops_per_second"]
+    assert run.meter.report()["mfu"] == pytest.approx(0.5)
+
+
+def test_flop_of_one_row_by_hand():
+    config = DrafterConfig(8, 16, 2, 1, 4, 100, 50, [1, 2, 3], 1e-6, 1e4, None, 64)
+    # One token that is the only row, one step, one counted pair, one key.
+    fc, kv, qo, mlp, head = 3 * 64, 2 * 16 * 4, 16 * 8 + 64, 3 * 8 * 16, 400
+    assert training_flops(config, 1, 1, 1, 1, 1) == 6 * (fc + kv + qo + mlp + head + 2 * 8) - 2 * fc + 2 * head
 
 
 def test_a_state_of_other_settings_is_not_resumed(target_folder, states, tmp_path):
