@@ -29,7 +29,7 @@ SHAPES = {
 class RandomSequences:
     """Random tokens, labels and hidden states, cut from one pool in memory; nothing is held out."""
 
-    def __init__(self, config: DrafterConfig, tokens: int, codec: str, pool: int = 1 << 16):
+    def __init__(self, config: DrafterConfig, tokens: int, codec: str, pool: int = 1 << 14):
         generator = torch.Generator().manual_seed(0)
         self.pool = {
             "token_ids": torch.randint(0, config.vocab_size, (pool,), generator=generator, dtype=torch.int32),

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Logits in memory at once: on the CPU what its matrix products work well with; on a GPU 0.25 GB of bf16.
-CHUNK = {"cpu": 4_000_000, "cuda": 128_000_000}
+# Logits in memory at once: on the CPU what its matrix products work well with; on a GPU 0.5 GB of bf16.
+CHUNK = {"cpu": 4_000_000, "cuda": 256_000_000}
 
 
 def rows(logits: Tensor, goal: Tensor, weights: Tensor, gradient: bool) -> tuple[Tensor, Tensor, Tensor]:

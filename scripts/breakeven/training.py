@@ -202,7 +202,8 @@ def ahead(make: Callable[[Any], Any], items: Iterable[Any], workers: int) -> Ite
     if not workers:
         yield from map(make, items)
         return
-    with ThreadPoolExecutor(workers) as pool:
+    # One thread each for what they compute: teams of threads would crowd out the one that feeds the device.
+    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         waiting: deque[Future] = deque()
         try:
             for item in items:
@@ -348,7 +349,10 @@ class Run:
         return collate(self.sequences, indices, self.settings.ttt_steps, shape)
 
     def _batches(self, batches: list[list[int]]) -> Iterator[Batch]:
-        return ahead(self._collate, batches, self.WORKERS if self.cuda else 0)
+        """Prepared batches on the device; on CUDA the next one is copied there, on a stream of its own, meanwhile."""
+        collated = ahead(self._collate, batches, self.WORKERS if self.cuda else 0)
+        for batch in copied_ahead(collated, self.device) if self.cuda else collated:
+            yield prepare(batch, self.sequences, self.device)
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
@@ -357,7 +361,6 @@ class Run:
             return {"loss": None, "accuracy": None}
         found = []
         for batch in self._batches(self.validation_batches()):
-            batch = prepare(batch, self.sequences, self.device)
             with autocast(self.device):
                 loss, right, counted = chain_loss(self.drafter, self.head, batch, self.settings, self.unroll)
             found.append(torch.cat([loss[None] * len(batch.lengths), right, counted]).double())
@@ -436,7 +439,6 @@ class Run:
         rate = learning_rate(self.settings, self.step, total)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        batch = prepare(batch, self.sequences, self.device)
         with autocast(self.device):
             loss, right, counted = chain_loss(self.drafter, self.head, batch, self.settings, self.unroll)
         self.optimizer.zero_grad(set_to_none=True)
@@ -474,6 +476,28 @@ class Run:
                 raise UserError(
                     f"the loss is {row['loss']} at optimizer step {row['step']}; lower drafters.NAME.learning_rate"
                 )
+
+
+def copied_ahead(batches: Iterable[Batch], device: str) -> Iterator[Batch]:
+    """The batches on a CUDA device, each copied while the one before is in use."""
+    stream, waiting = torch.cuda.Stream(device), deque()
+
+    def arrived() -> Batch:
+        batch, done = waiting.popleft()
+        current = torch.cuda.current_stream(device)
+        current.wait_event(done)
+        for field in fields(batch):
+            if isinstance(x := getattr(batch, field.name), Tensor):
+                x.record_stream(current)  # its memory is not given away before work asked for so far is done
+        return batch
+
+    for batch in batches:
+        with torch.cuda.stream(stream):
+            waiting.append((batch.to(device), stream.record_event()))
+        if len(waiting) > 1:
+            yield arrived()
+    if waiting:
+        yield arrived()
 
 
 def rounded(count: int) -> int:
