@@ -38,6 +38,7 @@ wildcard_constraints:
     arm="|".join(config["arms"]),
     drafter="|".join(TRAINED) or "none",
     engine="|".join(ENGINES),
+    protocol="|".join(config["protocols"]),
     shard=r"\d{6}\d*",
     number=r"\d+",
 
@@ -128,9 +129,14 @@ def arm_python(wildcards):
 
 
 def arm_check(wildcards):
-    """The gate of an arm with a drafter: its preflight has passed, or its findings are allowed."""
+    """What the preflight found about an arm with a drafter; with an error that is not allowed no server is started."""
     gated = arm_of(wildcards).get("drafter")
     return f"results/benchmarks/{wildcards.arm}/check.json" if gated else []
+
+
+def arm_check_option(wildcards):
+    check = arm_check(wildcards)
+    return f"--check {check}" if check else ""
 
 
 def check_options(wildcards):
@@ -157,12 +163,12 @@ def engine_settings(name):
 
 
 def arm_protocol(wildcards):
-    """A protocol less its prompt file, which is an input, and its number of passes, which shapes no pass."""
+    """A protocol less its prompt file, which is an input, and its numbers of passes, which shape no pass."""
     name = arm_of(wildcards)["protocol"]
     asked = {
         key: value
         for key, value in config["protocols"][name].items()
-        if key not in ("prompts", "passes")
+        if key not in ("prompts", "passes", "max_passes")
     }
     return as_json({"name": name} | asked)
 
@@ -217,12 +223,43 @@ def pass_priority(wildcards):
 
 
 def benchmark_passes(arm):
-    protocol = config["protocols"][config["arms"][arm]["protocol"]]
+    """All passes an arm may have; those beyond the protocol's first ones are empty where it is decided before."""
+    most = configuration.most_passes(config, config["arms"][arm]["protocol"])
     return expand(
         "results/benchmarks/{arm}/pass-{number}.parquet",
         arm=arm,
-        number=range(1, protocol["passes"] + 1),
+        number=range(1, most + 1),
     )
+
+
+def peers(wildcards):
+    """Arms of one engine and protocol: those that are compared with each other."""
+    return [
+        name
+        for name, arm in config["arms"].items()
+        if (arm["engine"], arm["protocol"]) == (wildcards.engine, wildcards.protocol)
+    ]
+
+
+def earlier_passes(wildcards):
+    return expand(
+        "results/benchmarks/{arm}/pass-{number}.parquet",
+        arm=peers(wildcards),
+        number=range(1, int(wildcards.number)),
+    )
+
+
+def further_file(wildcards):
+    """What says which arms need a pass beyond the protocol's first ones; the first ones are run in any case."""
+    arm = arm_of(wildcards)
+    if int(wildcards.number) <= config["protocols"][arm["protocol"]]["passes"]:
+        return []
+    return f"results/benchmarks/{arm['engine']}-{arm['protocol']}-pass-{wildcards.number}.json"
+
+
+def further_option(wildcards):
+    path = further_file(wildcards)
+    return f"--further {path}" if path else ""
 
 
 def replayed_arms():
@@ -261,7 +298,7 @@ def step_cost_files():
 def passes_options():
     """ARM=N for every arm, as compare.py takes them: passes that are there from a former config are not read."""
     return [
-        f"{name}={config['protocols'][arm['protocol']]['passes']}"
+        f"{name}={configuration.most_passes(config, arm['protocol'])}"
         for name, arm in config["arms"].items()
     ]
 

@@ -7,10 +7,14 @@
         --target results/target --out results/benchmarks/vllm-own-k3/pass-1.parquet
 
 The server lives for this job alone. Its log is --server-log. Nothing else should run on the machine meanwhile.
+
+No server is started where --check holds errors (the arm is then refused, and says so in the report) or where --further
+does not name the arm (enough passes are there). Such a pass has no rows, and its manifest says why.
 """
 
 import json
 from pathlib import Path
+from typing import Any
 
 from breakeven import artefacts, benchmark, chat, cli, conversations, engines, servers, tables, target
 
@@ -22,6 +26,8 @@ def main() -> None:
     )
     parser.add_argument("--pass", dest="number", required=True, type=int, help="number of this pass, from 1")
     parser.add_argument("--checkpoint", type=Path, help="drafter checkpoint, for arms with a drafter")
+    parser.add_argument("--check", type=Path, help="what check_drafter.py found about this arm, JSON")
+    parser.add_argument("--further", type=Path, help="the arms that need this pass, JSON as further_pass.py writes it")
     parser.add_argument("--engine-settings", default={}, type=json.loads, help="flags, environment, startup_timeout")
     parser.add_argument("--protocol", required=True, type=json.loads, help="fields of benchmark.Protocol as JSON")
     parser.add_argument("--prompts", required=True, type=Path, help="benchmark prompts, JSONL")
@@ -39,36 +45,20 @@ def main() -> None:
     reason = engine.refuse(speculation, protocol.temperature, args.hardware)
     if reason:
         raise cli.UserError(f"arm {arm['name']}: {reason}")
-    flags = settings.get("flags", {}) | arm.get("flags", {})
-    manifest = target.read_manifest(args.target)
-    kwargs = manifest["parameters"]["chat_template_kwargs"]
-    tokenizer = chat.load_tokenizer(args.target)
-    asked = conversations.read_benchmark_prompts(args.prompts)
-    for prompt in asked:
-        prompt["token_ids"] = chat.render(tokenizer, prompt["messages"], kwargs)
-    warm_up = chat.render(tokenizer, benchmark.WARM_UP, kwargs)
-
+    settings["flags"] = settings.get("flags", {}) | arm.get("flags", {})
+    check = artefacts.read_json(args.check) if args.check else {"ok": True, "findings": []}
+    found: dict[str, Any] = {"findings": check["findings"]}
+    if not check["ok"]:
+        found["unmeasured"] = "preflight"
+    elif args.further and arm["name"] not in artefacts.read_json(args.further):
+        found["unmeasured"] = "decided"
     installed = engines.facts(args.engine_python, arm["engine"])
-    port = servers.free_port()
-    served_name, url = f"breakeven-{port}", f"http://127.0.0.1:{port}"
-    environment = engine.environment(args.hardware) | settings.get("environment", {})
-    command = engine.command(
-        args.engine_python, str(args.target), served_name, port, speculation, flags, set(installed["optional_flags"])
-    )
-    log = args.server_log or args.out.with_suffix(".server.log")
-    timeout = settings.get("startup_timeout", 900)
-    with servers.serve(command, environment, log, url, served_name, timeout) as startup:
-        client = benchmark.Client(engine, url, served_name)
-        running = engine.check_settings(client.session, url, str(args.target), speculation, flags)
-        benchmark.check_template(client, benchmark.WARM_UP, warm_up, kwargs)
-        # Until caches, allocators and thread pools have settled, a request is slower than the ones behind it.
-        generated = client.counters().completion_tokens
-        for _ in range(2):
-            reply, _, _ = client.stream(warm_up, protocol.sampling() | {"max_tokens": 32})
-            generated += len(reply.token_ids)
-        client.settled_counters(generated)
-        rows, counters = benchmark.measure(client, protocol, asked, speculation)
-        sanity = benchmark.sanity(client, rows)
+    rows = []
+    if "unmeasured" in found:
+        cli.logger.info("arm %s, pass %d: no server is started: %s", arm["name"], args.number, found["unmeasured"])
+    else:
+        rows, measured = serve(args, engine, speculation, protocol, set(installed["optional_flags"]))
+        found |= measured
 
     rows = [{"arm": arm["name"], "pass_number": args.number} | row for row in rows]
     artefacts.write_table(args.out, rows, tables.BENCHMARK)
@@ -87,24 +77,51 @@ def main() -> None:
             "options": speculation.options,
             "allow": arm.get("allow", []),
             "protocol": vars(protocol),
-            "flags": flags,
-            "environment": environment,
+            "flags": settings["flags"],
+            "environment": engine.environment(args.hardware) | settings.get("environment", {}),
             "hardware": args.hardware,
             "pass": args.number,
         },
         inputs=inputs,
-        counts={"requests": len(rows), "completion_tokens": counters["completion_tokens"]},
+        counts={"requests": len(rows), "completion_tokens": sum(row["completion_tokens"] for row in rows)},
         versions=installed["versions"],
         machine=benchmark.machine(),
-        server={
-            "command": command,
-            "counters": counters,
-            "startup_s": round(startup, 1),
-            "log": log.name,
-            "running": running,
-        },
-        sanity=sanity,
+        **found,
     )
+
+
+def serve(args, engine, speculation, protocol, supported: set[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Serve the arm and ask every prompt: rows of tables.BENCHMARK, less arm and pass, and what the manifest keeps."""
+    settings = args.engine_settings
+    kwargs = target.read_manifest(args.target)["parameters"]["chat_template_kwargs"]
+    tokenizer = chat.load_tokenizer(args.target)
+    asked = conversations.read_benchmark_prompts(args.prompts)
+    for prompt in asked:
+        prompt["token_ids"] = chat.render(tokenizer, prompt["messages"], kwargs)
+    warm_up = chat.render(tokenizer, benchmark.WARM_UP, kwargs)
+    log = args.server_log or args.out.with_suffix(".server.log")
+    with servers.speculating(
+        engine, args.engine_python, args.target, speculation, settings, supported, args.hardware, log
+    ) as server:
+        client = benchmark.Client(engine, server.url, server.name)
+        running = engine.check_settings(client.session, server.url, str(args.target), speculation, settings["flags"])
+        benchmark.check_template(client, benchmark.WARM_UP, warm_up, kwargs)
+        # Until caches, allocators and thread pools have settled, a request is slower than the ones behind it.
+        generated = client.counters().completion_tokens
+        for _ in range(2):
+            reply, _, _ = client.stream(warm_up, protocol.sampling() | {"max_tokens": 32})
+            generated += len(reply.token_ids)
+        client.settled_counters(generated)
+        rows, counters = benchmark.measure(client, protocol, asked, speculation)
+        sanity = benchmark.sanity(client, rows)
+    facts = {
+        "command": server.command,
+        "counters": counters,
+        "startup_s": round(server.startup_s, 1),
+        "log": log.name,
+        "running": running,
+    }
+    return rows, {"server": facts, "sanity": sanity}
 
 
 if __name__ == "__main__":

@@ -22,6 +22,9 @@ from pathlib import Path
 # Where PyTorch publishes its CPU builds; tried only after the user's own index settings did not have them.
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PYTHON_VERSION = (3, 11)
+# Bytecode is compiled here, once: a server is three processes that import the engine, and where Python may not write
+# bytecode each of them would compile thousands of files again, at every start.
+SYNC = ["pip", "sync", "--quiet", "--require-hashes", "--compile-bytecode"]
 
 
 def main() -> int:
@@ -92,7 +95,7 @@ def with_uv(uv: list[str], python: str, folder: Path, lock: Path) -> list[tuple[
     # The lock's torch may lie on another index than the rest; hashes decide what is taken, not the index.
     environment.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")
     make = [*uv, "venv", "--quiet", "--clear", "--python", python, str(folder)]
-    sync = [*uv, "pip", "sync", "--quiet", "--require-hashes", "--python", str(folder / "bin" / "python"), str(lock)]
+    sync = [*uv, *SYNC, "--python", str(folder / "bin" / "python"), str(lock)]
     return [(make, environment), (sync, environment)]
 
 
@@ -104,7 +107,7 @@ def with_pip(python: str, folder: Path, lock: Path) -> list[tuple[list[str], dic
     own = re.search(r"^uv==.*?(?=^\S|\Z)", lock.read_text(), re.M | re.S)
     if own is None:
         return [(make, dict(os.environ)), ([*pip, "-r", str(lock)], dict(os.environ))]
-    sync = [inside, "-m", "uv", "pip", "sync", "--quiet", "--require-hashes", "--python", inside, str(lock)]
+    sync = [inside, "-m", "uv", *SYNC, "--python", inside, str(lock)]
     environment = {"UV_INDEX_STRATEGY": "unsafe-best-match"} | os.environ | pip_settings(python)
     return [(make, dict(os.environ)), ([*pip, "-r", lock_of_uv(own[0])], dict(os.environ)), (sync, environment)]
 

@@ -44,6 +44,7 @@ def main() -> int:
     parser.add_argument("--allow", action="append", default=[], metavar="ID", help="show this finding, do not count it")
     parser.add_argument("--fix", type=Path, metavar="OUT", help="write a corrected copy into a new folder")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the findings, also when there are errors")
+    parser.add_argument("--exit-zero", action="store_true", help="exit with 0 even if there are errors")
     parser.add_argument("--list", action=ListChecks, nargs=0, help="print the table of all findings and exit")
     args = parser.parse_args()
     try:
@@ -83,7 +84,7 @@ def check(args: argparse.Namespace) -> int:
     if args.fix:
         mended = preflight.fix(case, found, args.fix)
         print(f"\n{args.fix}: {', '.join(mended) or 'nothing'} mended; check it again")
-    return 1 if errors else 0
+    return 1 if errors and not args.exit_zero else 0
 
 
 def show(found: list[findings.Finding], case: preflight.Case) -> None:

@@ -33,6 +33,9 @@ def main() -> None:
         torch.set_num_threads(args.threads)
 
     served = artefacts.read_table(args.served, tables.BENCHMARK)
+    if not served.num_rows:
+        unserved(args)
+        return
     drafter, ids = checkpoint.load(args.checkpoint, args.target, args.device)
     layers = drafter.config.layers
     if args.what_if:
@@ -74,6 +77,17 @@ def main() -> None:
     artefacts.write_manifest(artefacts.manifest_path(args.what_if), "what_if", **provenance, by_output=by_output)
     for row in rows[:: args.k]:
         cli.logger.info("what if %s: acceptance length %.2f", row["hypothesis"], row["acceptance_length"] or math.nan)
+
+
+def unserved(args) -> None:
+    """Tables without a row, for an arm that was not served."""
+    for path, schema, artefact in ((args.out, tables.OFFLINE, "offline"), (args.what_if, tables.WHAT_IF, "what_if")):
+        if path:
+            artefacts.write_table(path, [], schema)
+            artefacts.write_manifest(
+                artefacts.manifest_path(path), artefact, parameters={"k": args.k}, inputs={"served": args.served}
+            )
+    cli.logger.info("%s holds no request: there is nothing to replay", args.served)
 
 
 if __name__ == "__main__":

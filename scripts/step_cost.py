@@ -54,8 +54,8 @@ def main() -> None:
         with servers.speculating(
             engine, args.engine_python, args.target, speculation, args.engine_settings,
             set(facts["optional_flags"]), args.hardware, log,
-        ) as (url, name):  # fmt: skip
-            return steptimes.measure(engine, url, name, size, settings, speculation.k)
+        ) as server:  # fmt: skip
+            return steptimes.measure(engine, server.url, server.name, size, settings, speculation.k)
 
     def drafting(k: int, **options) -> Speculation:
         return Speculation("eagle3", k, str(args.checkpoint), options)

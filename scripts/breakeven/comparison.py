@@ -6,6 +6,7 @@ comparison that would mislead is refused with a reason, "id: sentence", and its 
 measurements and its acceptance are still shown.
 """
 
+import itertools
 import json
 import math
 import re
@@ -28,6 +29,7 @@ CACHE_DRIFT = 0.05  # shares of cached prompt tokens may differ by this much
 DEGENERATE_SHARE = 0.20  # this share of outputs may be degenerate; a small greedy model loops now and then
 
 REASONS = {
+    "preflight": "the preflight found that the drafter would be served wrong, so no server was started",
     "random-prompts": "prompts of random tokens say nothing about acceptance on text",
     "inconsistent-passes": "the passes of one arm were not run alike",
     "too-few-passes": "fewer passes than the protocol asks for",
@@ -63,6 +65,16 @@ class Arm:
     @property
     def protocol(self) -> dict[str, Any]:
         return self.parameters["protocol"]
+
+    @property
+    def findings(self) -> list[dict[str, Any]]:
+        """What the preflight found about the arm's drafter; none for an arm without one."""
+        return next(iter(self.manifests.values())).get("findings", [])
+
+    @property
+    def served(self) -> bool:
+        """False where the preflight let no server start; then there are no requests."""
+        return not any(manifest.get("unmeasured") == "preflight" for manifest in self.manifests.values())
 
     @property
     def k(self) -> int:
@@ -125,7 +137,7 @@ class Arm:
 def read_arm(benchmarks: Path | str, name: str, passes: int | None = None) -> Arm:
     """Read passes 1 ... `passes` of an arm (None: all that are there, and the protocol says how many it wants).
 
-    A missing file, an empty or inconsistent one is a UserError.
+    Passes that were spared because the arm was decided before are left out. A missing file, an empty or inconsistent one is a UserError.
     """
     folder = Path(benchmarks) / name
     paths = {}
@@ -135,20 +147,24 @@ def read_arm(benchmarks: Path | str, name: str, passes: int | None = None) -> Ar
             paths[int(number[1])] = path
     if not paths:
         raise UserError(f"{folder}: no pass-*.parquet there; run the benchmark of arm {name!r} first")
-    manifests, frames, files = {}, [], {}
+    manifests, frames, files, spared = {}, [], {}, 0
     for number, path in sorted(paths.items()):
         manifest_path = artefacts.manifest_path(path)
         manifests[number] = manifest = artefacts.read_manifest(manifest_path, "benchmark")
         _check_manifest(manifest_path, manifest)
+        files |= {f"{name}/{path.name}": path, f"{name}/{manifest_path.name}": manifest_path}
+        if manifest.get("unmeasured") == "decided":
+            del manifests[number]
+            spared += 1
+            continue
         table = artefacts.read_table(path, tables.BENCHMARK)
-        if not table.num_rows:
+        if not table.num_rows and "unmeasured" not in manifest:
             raise UserError(f"{path}: no request in it; delete the file and run the benchmark again")
         rows = table.to_pandas()
         repeated = rows["prompt_id"][rows["prompt_id"].duplicated()]
         if len(repeated):
             raise UserError(f"{path}: prompt {repeated.iloc[0]!r} was measured twice in one pass; run the pass again")
         frames.append(rows.assign(pass_number=number))
-        files |= {f"{name}/{path.name}": path, f"{name}/{manifest_path.name}": manifest_path}
     requests = pd.concat(frames, ignore_index=True).sort_values(["prompt_id", "pass_number"], ignore_index=True)
     tokens = requests["completion_tokens"].to_numpy(float)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -158,7 +174,7 @@ def read_arm(benchmarks: Path | str, name: str, passes: int | None = None) -> Ar
         requests["rate_e2e"] = np.where(end_to_end > 0, tokens / end_to_end, np.nan)
     requests["degenerate"] = [degenerate(ids) for ids in requests["output_token_ids"]]
     wanted = passes or int(manifest["parameters"]["protocol"].get("passes") or 1)
-    return Arm(name, manifests, requests, files, wanted)
+    return Arm(name, manifests, requests, files, wanted - spared)
 
 
 def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
@@ -386,6 +402,8 @@ def read_what_if(paths: Mapping[str, Path | str]) -> dict[str, WhatIf]:
     found = {}
     for name, path in paths.items():
         rows = artefacts.read_table(path, tables.WHAT_IF).to_pandas()
+        if rows.empty:  # of an arm that was not served
+            continue
         unknown = set(rows["hypothesis"]) - {verdict.AS_BUILT, *verdict.FAULTS}
         if unknown:
             raise UserError(f"{path}: hypothesis {min(unknown)!r} is not known; known: {', '.join(verdict.FAULTS)}")
@@ -462,6 +480,7 @@ class Comparison:
     acceptance: list[dict[str, Any]]
     requests: list[dict[str, Any]]
     details: dict[str, dict[str, Any]]
+    between_engines: list[dict[str, Any]] = field(default_factory=list)
 
 
 def compare(
@@ -480,6 +499,10 @@ def compare(
     expectations = expectations or artefacts.read_json(EXPECTATIONS)
     result = Comparison([], [], [], {})
     for arm in arms:
+        if not arm.served:
+            result.summary.append(_unserved_row(arm))
+            result.details[arm.name] = {"reasons": ["preflight"], "warnings": []} | _details(arm)
+            continue
         walk = offline_walk(arm, offline or {})
         reasons = own_reasons(arm)
         baseline, warnings, speedup, lossless = None, [], None, None
@@ -518,12 +541,10 @@ def compare(
             "cached_share": arm.cached_share,
             "degenerate_share": float(arm.requests["degenerate"].notna().mean()),
             "lossless": lossless,
-            "method": arm.parameters.get("method"),
-            "protocol": arm.protocol,
-            "versions": next(iter(arm.manifests.values()))["versions"],
-            "machine": dict(next(iter(arm.manifests.values()))["machine"].items()),
-        }
+        } | _details(arm)
     for arm, row in zip(arms, result.summary, strict=True):
+        if not arm.served:
+            continue
         row |= {"cause": None, "fault": None, "predicted_speedup": row.get("predicted_speedup")}
         if arm.speculates:
             facts = facts_of(arm, row, result, offline or {}, what_if or {}, step_cost or {}, drafters or {})
@@ -535,7 +556,103 @@ def compare(
                 "hypotheses": [{key: _finite_or(value) for key, value in fit.items()} for fit in found.hypotheses],
             }
         del row["predicted_rho"]
+    result.between_engines = between_engines(arms)
     return result
+
+
+def between_engines(arms: Sequence[Arm]) -> list[dict[str, Any]]:
+    """Acceptance of the same drafts on different engines: one entry per pair of arms alike in all but the engine.
+
+    Speeds are not compared: engines differ in more than speculation. p_value: see `acceptance.agreement`; the pair has
+    the same prompts and, where greedy, nearly the same texts. Over the first passes, as repeats of greedy outputs are
+    copies.
+    """
+
+    def draft(arm: Arm) -> str:
+        """What an arm drafts with."""
+        p = arm.parameters
+        same = (p.get("drafter"), p.get("method"), arm.k, {k: v for k, v in arm.protocol.items() if k != "passes"})
+        return json.dumps(same, sort_keys=True)
+
+    # Trees and n-gram look-ups are left out: there the engines' settings mean different things.
+    chains = [
+        arm
+        for arm in arms
+        if arm.served
+        and arm.parameters.get("method") in ("eagle3", "draft_model")
+        and not arm.parameters.get("options")
+        and not {reason.split(":")[0] for reason in own_reasons(arm)} & verdict.NO_ACCEPTANCE
+    ]
+    known = {arm.name: served_counts(arm) for arm in chains}
+    chains = [arm for arm in chains if known[arm.name]]
+    found = []
+    for first, second in itertools.combinations(chains, 2):
+        if first.parameters["engine"] == second.parameters["engine"] or draft(first) != draft(second):
+            continue
+        a, b = known[first.name], known[second.name]
+        result = acceptance.agreement((a.steps, a.accepted), (b.steps, b.accepted))
+        found.append(
+            {
+                "arms": [first.name, second.name],
+                "steps": [a.steps, b.steps],
+                "acceptance_length": [a.length, b.length],
+                "marginal": [acceptance.marginal(c.steps, c.accepted).tolist() for c in (a, b)],
+                "agree": result.agree,
+                "p_value": result.p_value,
+            }
+        )
+    return found
+
+
+def undecided(arms: Sequence[Arm]) -> list[str]:
+    """Arms, of those that share engine and protocol, whose verdict further passes may change, and their baselines.
+
+    A refused comparison stays refused whatever is measured, so it asks for no pass.
+    """
+    needed = set()
+    for arm in arms:
+        if not arm.served or not arm.speculates:
+            continue
+        baseline, reasons = find_baseline(arm, arms)
+        if baseline is None:
+            continue
+        reasons = reasons + own_reasons(arm) + own_reasons(baseline) + pair_reasons(arm, baseline)
+        prompts = sorted(set(arm.requests["prompt_id"]))
+        if not reasons and not stats.enough(arm.rates(prompts), baseline.rates(prompts)):
+            needed |= {arm.name, baseline.name}
+    return [arm.name for arm in arms if arm.name in needed]
+
+
+def _details(arm: Arm) -> dict[str, Any]:
+    """What an arm's manifests say that the page shows."""
+    first = next(iter(arm.manifests.values()))
+    return {
+        "method": arm.parameters.get("method"),
+        "protocol": arm.protocol,
+        "versions": first["versions"],
+        "machine": dict(first["machine"]),
+        "findings": arm.findings,
+        "allow": arm.parameters.get("allow") or [],
+    }
+
+
+def _unserved_row(arm: Arm) -> dict[str, Any]:
+    """The summary's row of an arm that the preflight refused."""
+    errors = [finding for finding in arm.findings if finding["level"] == "ERROR" and not finding["allowed"]]
+    return dict.fromkeys(tables.SUMMARY.names) | {
+        "arm": arm.name,
+        "engine": arm.parameters["engine"],
+        "drafter": arm.parameters.get("drafter"),
+        "k": arm.k,
+        "protocol": arm.protocol["name"],
+        "prompts": 0,
+        "passes": 0,
+        "verdict": "refused",
+        "cause": "integration",
+        "fault": ", ".join(sorted({finding["id"] for finding in errors})),
+        "reason": "preflight: "
+        + "; ".join(f"{finding['id']}: {finding['message']}; mend: {finding['mend']}" for finding in errors),
+    }
 
 
 def _finite_or(value: Any) -> Any:
@@ -826,5 +943,6 @@ def run(
         | {name: path for arm in arms for name, path in arm.files.items()},
         counts={"arms": len(arms)} | {label: labels.count(label) for label in sorted(set(labels))},
         arms=result.details,
+        between_engines=result.between_engines,
     )
     return result

@@ -105,6 +105,10 @@ def _check_files(config: dict[str, Any]) -> None:
     for name in config["drafters"]:
         checkpoint_files(config, name)
     for name, protocol in config["protocols"].items():
+        if most_passes(config, name) < protocol["passes"]:
+            raise UserError(
+                f"config, protocols.{name}.max_passes: {protocol['max_passes']} is less than passes ({protocol['passes']})"
+            )
         if not Path(protocol["prompts"]).is_file():
             raise UserError(f"config, protocols.{name}.prompts: {protocol['prompts']} is no file")
     template = config["target"].get("chat_template")
@@ -158,6 +162,12 @@ def check_options(config: dict[str, Any], name: str) -> list[str]:
     for flag, value in sorted(flags.items()):
         words += ["--flag", flag if value is True else f"{flag}={value if isinstance(value, str) else as_json(value)}"]
     return words + [word for finding in arm.get("allow", []) for word in ("--allow", finding)]
+
+
+def most_passes(config: dict[str, Any], protocol: str) -> int:
+    """How many passes an arm of this protocol may have: max_passes where it is given, else exactly `passes`."""
+    asked = config["protocols"][protocol]
+    return asked.get("max_passes") or asked["passes"]
 
 
 def benchmark_prompts(config: dict[str, Any]) -> list[str]:

@@ -37,6 +37,7 @@ class Page:
     requests: list[dict[str, Any]]
     reference: dict[str, Any]
     manifests: list[dict[str, Any]] = field(default_factory=list)
+    between_engines: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def speculating(self) -> list[dict[str, Any]]:
@@ -50,7 +51,8 @@ def load(comparison: Path | str, reference: Path | str, manifests: Sequence[Path
     missing = [name for name in tables.SUMMARY.names if name not in summary.column_names]
     if missing:
         raise cli.UserError(f"{comparison / 'summary.parquet'}: column {missing[0]!r} is missing; run compare.py again")
-    details = artefacts.read_manifest(comparison / "summary.manifest.json", "comparison")["arms"]
+    manifest = artefacts.read_manifest(comparison / "summary.manifest.json", "comparison")
+    details = manifest["arms"]
     rows = summary.to_pylist()
     for row in rows:
         row["label"] = label(row)
@@ -66,6 +68,7 @@ def load(comparison: Path | str, reference: Path | str, manifests: Sequence[Path
         artefacts.read_table(comparison / "requests.parquet", tables.REQUESTS).to_pylist(),
         reference_case(artefacts.read_json(reference)),
         read_manifests(manifests),
+        manifest.get("between_engines", []),
     )
 
 
@@ -518,6 +521,7 @@ def render(page: Page, images: Sequence[Mapping[str, str]], template: Path | str
         acceptance_image=images[1],
         per_prompt=per_prompt(page),
         settings=settings(page),
+        findings=[(row, finding) for row in page.rows for finding in row["details"].get("findings", [])],
         reasoned=[row for row in page.speculating if row["details"].get("evidence")],
         causes=any(row.get("cause") for row in page.rows),
         predictions=any(row.get("predicted_speedup") is not None for row in page.rows),

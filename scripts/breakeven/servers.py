@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,6 +39,17 @@ def log_tail(path: Path, lines: int = 25) -> str:
         return "(no log)"
 
 
+@dataclass
+class Running:
+    """A server that answers: where, under which name, how it was started, and the seconds that took."""
+
+    url: str
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+    startup_s: float
+
+
 @contextlib.contextmanager
 def speculating(
     engine: ModuleType,
@@ -48,8 +60,8 @@ def speculating(
     supported: set[str],
     hardware: str,
     log: Path,
-) -> Iterator[tuple[str, str]]:
-    """Serve a target with one way of speculating for the length of a `with` block; yields (url, served name).
+) -> Iterator[Running]:
+    """Serve a target with one way of speculating for the length of a `with` block.
 
     settings: flags, environment, startup_timeout, as in the config's `engines.NAME`; supported: see the engine's
     `optional_flags`.
@@ -58,8 +70,8 @@ def speculating(
     name, url = f"breakeven-{port}", f"http://127.0.0.1:{port}"
     environment = engine.environment(hardware) | settings.get("environment", {})
     command = engine.command(python, str(target), name, port, speculation, settings.get("flags", {}), supported)
-    with serve(command, environment, log, url, name, settings.get("startup_timeout", 900)):
-        yield url, name
+    with serve(command, environment, log, url, name, settings.get("startup_timeout", 900)) as seconds:
+        yield Running(url, name, command, environment, seconds)
 
 
 @contextlib.contextmanager

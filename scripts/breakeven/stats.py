@@ -141,21 +141,19 @@ def compare(arm: np.ndarray, baseline: np.ndarray, confidence: float = 0.95, see
     return Speedup(np.exp(effect), np.exp(low), np.exp(high), floor, verdict(effect, low, high, floor))
 
 
-def enough(arm: np.ndarray, baseline: np.ndarray, max_passes: int, confidence: float = INTERIM_CONFIDENCE) -> bool:
-    """May the passes stop here? Yes at max_passes, or where the verdict is decided under a stricter rule.
+def enough(arm: np.ndarray, baseline: np.ndarray, confidence: float = INTERIM_CONFIDENCE) -> bool:
+    """May the passes stop before the last one? Yes where the verdict is decided under a stricter rule.
 
     Looking after every pass and stopping at the first decision errs more often than one look at the end. Haybittle and
     Peto's remedy: interim looks use a stricter level (both hurdles at `confidence`), so that they spend next to nothing
     of the 5 %, and the last look the ordinary one (Haybittle 1971, Br. J. Radiol. 44, 793-797). A verdict that passes
     the stricter rule also passes `compare`, which is what is reported. Simulated false decisions over up to six looks,
-    identical servers: at most 4 % (tests/unit/test_stats.py holds 5 %). An "undecided" is never final before max_passes.
+    identical servers: at most 4 % (tests/unit/test_stats.py holds 5 %). An "undecided" is never final before the last pass.
 
     arm, baseline: rates [prompts, passes] so far; an unequal number of passes counts as the smaller one.
     """
     arm, baseline = np.asarray(arm, dtype=np.float64), np.asarray(baseline, dtype=np.float64)
     passes = min(arm.shape[-1], baseline.shape[-1])
-    if passes >= max_passes:
-        return True
     ratios = log_ratios(arm, baseline)
     if passes < 2 or ratios.shape[-1] < MINIMUM_PROMPTS:
         return False

@@ -2,12 +2,10 @@
 
 Every fault is put into a copy of a real checkpoint, which a real vLLM serves; the what-if walks know only the intact
 checkpoint. The drafter must generalise to other prompts than its training's: one that has memorised its texts accepts
-the same with wrong layers. It is taken from BREAKEVEN_TEST_DRAFTER, else from the trained ones of a finished run; target
-and run are those of BREAKEVEN_RESULTS (default: results/ of this repository).
+the same with wrong layers (places.DRAFTER).
 """
 
 import json
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,9 +15,9 @@ import pytest
 
 from breakeven import artefacts, benchmark, chat, engines, servers, tables, verdict
 from breakeven.engines import Speculation
-from places import ENGINE_PYTHON, MODEL_PYTHON, RESULTS, ROOT, TARGET
+from places import DRAFTER, ENGINE_PYTHON, MODEL_PYTHON, ROOT
 
-pytestmark = [pytest.mark.engines, pytest.mark.faults]
+pytestmark = pytest.mark.engines
 K = 3
 SETTINGS = {
     "flags": {"dtype": "bfloat16", "max-model-len": 1024, "max-num-seqs": 2, "enforce-eager": True}
@@ -46,17 +44,6 @@ QUESTIONS = [
 ]
 
 
-def intact_checkpoint() -> Path:
-    given = os.environ.get("BREAKEVEN_TEST_DRAFTER")
-    trained = sorted(RESULTS.glob("drafters/*/checkpoint"))
-    for folder in [Path(given)] if given else trained:
-        if (folder / "config.json").is_file():
-            return folder
-    pytest.fail(
-        f"no drafter: set BREAKEVEN_TEST_DRAFTER to a checkpoint, or run the workflow so that {RESULTS} has one"
-    )
-
-
 def edit_config(folder: Path, **changes) -> None:
     config = artefacts.read_json(folder / "config.json")
     artefacts.write_json(folder / "config.json", config | changes)
@@ -75,13 +62,9 @@ def edit_tensor(folder: Path, name: str, change) -> None:
     path.write_bytes(content)
 
 
-def default_layers() -> list[int]:
-    n = artefacts.read_json(TARGET / "config.json")["num_hidden_layers"]
-    return [2, n // 2, n - 3]
-
-
 def shift_layers(folder: Path, step: int) -> None:
-    trained = artefacts.read_json(folder / "config.json").get("eagle_aux_hidden_state_layer_ids") or default_layers()
+    """SmolLM2-135M has 30 layers; a drafter without ids was trained on the default ones."""
+    trained = artefacts.read_json(folder / "config.json").get("eagle_aux_hidden_state_layer_ids") or [2, 15, 27]
     edit_config(folder, eagle_aux_hidden_state_layer_ids=[k + step for k in trained])
 
 
@@ -112,21 +95,16 @@ def pooled(outputs: list[verdict.Counts]) -> verdict.Counts:
     return verdict.Counts(sum(counts.steps for counts in outputs), tuple(accepted.tolist()))
 
 
-@pytest.fixture(scope="module")
-def intact():
-    return intact_checkpoint()
-
-
 @pytest.mark.parametrize("fault", PLANTED)
-def test_the_planted_fault_is_named(fault, intact, tmp_path):
-    broken = tmp_path / "checkpoint"
-    shutil.copytree(intact, broken)
+def test_the_planted_fault_is_named(fault, finished, tmp_path):
+    target, broken = finished / "results/target", tmp_path / "checkpoint"
+    shutil.copytree(DRAFTER, broken)
     for path in broken.iterdir():
         path.chmod(0o644)
     PLANTED[fault](broken)
 
     engine = engines.engine("vllm")
-    tokenizer = chat.load_tokenizer(TARGET)
+    tokenizer = chat.load_tokenizer(target)
     prompts = [
         {"prompt_id": str(i), "token_ids": chat.render(tokenizer, [{"role": "user", "content": question}], {})}
         for i, question in enumerate(QUESTIONS)
@@ -134,13 +112,13 @@ def test_the_planted_fault_is_named(fault, intact, tmp_path):
     protocol = benchmark.Protocol("faults", max_tokens=96, temperature=0)
     speculation = Speculation("eagle3", K, str(broken))
     with servers.speculating(
-        engine, ENGINE_PYTHON, TARGET, speculation, SETTINGS, set(), "cpu", tmp_path / "server.log"
-    ) as (url, name):
-        rows, _ = benchmark.measure(benchmark.Client(engine, url, name), protocol, prompts, speculation)
+        engine, ENGINE_PYTHON, target, speculation, SETTINGS, set(), "cpu", tmp_path / "server.log"
+    ) as server:
+        rows, _ = benchmark.measure(benchmark.Client(engine, server.url, server.name), protocol, prompts, speculation)
     rows = [dict.fromkeys(tables.BENCHMARK.names) | row for row in rows]
     artefacts.write_table(tmp_path / "pass-1.parquet", rows, tables.BENCHMARK)
     subprocess.run(
-        [MODEL_PYTHON, ROOT / "scripts/replay_served.py", "--target", TARGET, "--checkpoint", intact, "--k", str(K)]
+        [MODEL_PYTHON, ROOT / "scripts/replay_served.py", "--target", target, "--checkpoint", DRAFTER, "--k", str(K)]
         + ["--served", tmp_path / "pass-1.parquet", "--out", tmp_path / "offline.parquet"]
         + ["--what-if", tmp_path / "what_if.parquet"],
         check=True,

@@ -1,8 +1,4 @@
-"""A real SGLang server through scripts/benchmark.py: acceptance, the wrong flag, a server that dies, offline generation.
-
-Needs .envs/sglang-cpu (and .envs/vllm-cpu for the comparison of engines), a target and a trained drafter:
-BREAKEVEN_TEST_TARGET and BREAKEVEN_TEST_DRAFTER, by default those of a finished run in results/.
-"""
+"""A real SGLang server through scripts/benchmark.py: acceptance, the wrong flag, a server that dies, offline generation."""
 
 import json
 import os
@@ -10,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pyarrow.parquet as pq
@@ -20,23 +15,21 @@ import yaml
 from breakeven import configuration
 from breakeven.acceptance import agreement
 from breakeven.engines import sglang
+from places import DRAFTER, ENGINE_PYTHON, ROOT, SGLANG_PYTHON
 
-ROOT = Path(__file__).parents[2]
-TARGET = Path(os.environ.get("BREAKEVEN_TEST_TARGET", ROOT / "results" / "target"))
-DRAFTER = Path(os.environ.get("BREAKEVEN_TEST_DRAFTER", ROOT / "results" / "drafters" / "own" / "checkpoint"))
-PYTHON = {name: ROOT / ".envs" / f"{name}-cpu" / "bin" / "python" for name in ("sglang", "vllm")}
+PYTHON = {"sglang": SGLANG_PYTHON, "vllm": ENGINE_PYTHON}
 PROTOCOL = {"name": "test", "max_tokens": 64, "temperature": 0, "ignore_eos": True}
 CONFIG = yaml.safe_load((ROOT / "config.yaml").read_text())
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.skipif(not PYTHON["sglang"].is_file(), reason="no SGLang environment is built here"),
-    pytest.mark.skipif(not (TARGET / "config.json").is_file(), reason="no target; set BREAKEVEN_TEST_TARGET"),
-    pytest.mark.skipif(not (DRAFTER / "config.json").is_file(), reason="no drafter; set BREAKEVEN_TEST_DRAFTER"),
-]
+pytestmark = pytest.mark.engines
 
 
-def command(folder, arm):
+@pytest.fixture(scope="module")
+def target(finished):
+    return finished / "results/target"
+
+
+def command(folder, target, arm):
     """The benchmark's command line for an arm, with the default config's settings of its engine."""
     engine = CONFIG["engines"][arm["engine"]]
     environment = {
@@ -46,25 +39,26 @@ def command(folder, arm):
     words = [sys.executable, ROOT / "scripts" / "benchmark.py", "--arm", json.dumps(arm), "--pass", "1"]
     words += ["--engine-settings", json.dumps(settings), "--protocol", json.dumps(PROTOCOL)]
     words += ["--prompts", ROOT / "resources" / "reference-prompts.jsonl", "--engine-python", PYTHON[arm["engine"]]]
-    words += ["--target", TARGET, "--out", folder / "pass-1.parquet"]
+    words += ["--target", target, "--out", folder / "pass-1.parquet"]
     if arm.get("drafter"):
         words += ["--checkpoint", DRAFTER]
     return [str(word) for word in words]
 
 
-def run(folder, **arm):
-    return subprocess.run(command(folder, {"engine": "sglang"} | arm), capture_output=True, text=True, cwd=ROOT)
+def run(folder, target, **arm):
+    words = command(folder, target, {"engine": "sglang"} | arm)
+    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
+def measured(tmp_path_factory, target):
     """Rows and manifest of an arm, each arm served once."""
     cache = {}
 
     def get(name, **arm):
         if name not in cache:
             folder = tmp_path_factory.mktemp(name)
-            done = run(folder, name=name, **arm)
+            done = run(folder, target, name=name, **arm)
             assert done.returncode == 0, done.stderr[-3000:]
             rows = pq.read_table(folder / "pass-1.parquet").to_pylist()
             cache[name] = rows, json.loads((folder / "pass-1.manifest.json").read_text())
@@ -120,10 +114,10 @@ def test_drafts_that_need_no_training(measured, arm):
 
 @pytest.mark.parametrize("name", ["EAGLE", "eagle", "Eagle", "NEXTN", "nextn", "STANDALONE"])
 @pytest.mark.parametrize("allow", [[], ["algorithm"]])
-def test_the_wrong_flag_is_refused_before_a_server_starts(tmp_path, name, allow):
+def test_the_wrong_flag_is_refused_before_a_server_starts(tmp_path, target, name, allow):
     """The check that an arm waits for, with the options that the workflow gives it."""
     arm = EAGLE3 | {"engine": "sglang", "options": {"algorithm": name}, "allow": allow}
-    words = [sys.executable, ROOT / "scripts" / "check_drafter.py", "--checkpoint", DRAFTER, "--target", TARGET]
+    words = [sys.executable, ROOT / "scripts" / "check_drafter.py", "--checkpoint", DRAFTER, "--target", target]
     words += ["--engine-python", PYTHON["sglang"], "--json", tmp_path / "check.json"]
     words += configuration.check_options(CONFIG | {"arms": {"wrong": arm}}, "wrong")
     done = subprocess.run(words, capture_output=True, text=True)
@@ -144,14 +138,14 @@ def test_the_wrong_flag_where_it_is_allowed(measured):
     assert rows[0]["output_token_ids"][:8] == plain[0]["output_token_ids"][:8]
 
 
-@pytest.mark.skipif(not PYTHON["vllm"].is_file(), reason="no vLLM environment is built here")
 def test_both_engines_accept_the_same_at_every_position(measured):
     ours, theirs = measured("k3", **EAGLE3), measured("vllm-k3", engine="vllm", **EAGLE3)
     assert agreement(curve(ours[0]), curve(theirs[0])).agree
 
 
-def test_a_server_killed_while_it_is_measured(tmp_path):
-    job = subprocess.Popen(command(tmp_path, {"engine": "sglang", "name": "killed"}), stderr=subprocess.PIPE, cwd=ROOT)
+def test_a_server_killed_while_it_is_measured(tmp_path, target):
+    words = command(tmp_path, target, {"engine": "sglang", "name": "killed"})
+    job = subprocess.Popen(words, stderr=subprocess.PIPE, cwd=ROOT)
     try:
         log = tmp_path / "pass-1.server.log"
         while job.poll() is None and not (log.is_file() and "fired up and ready" in log.read_text()):
@@ -167,7 +161,7 @@ def test_a_server_killed_while_it_is_measured(tmp_path):
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_responses_offline(tmp_path):
+def test_responses_offline(tmp_path, target):
     code = (
         "import json, sys\n"
         "from breakeven.engines import sglang\n"
@@ -182,7 +176,7 @@ def test_responses_offline(tmp_path):
     environment = sglang.environment("cpu") | {"OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = f"{sglang.CPU_OPERATORS}:{ROOT / 'scripts'}"
     done = subprocess.run(
-        [PYTHON["sglang"], tmp_path / "offline.py", TARGET, json.dumps(settings)],
+        [PYTHON["sglang"], tmp_path / "offline.py", target, json.dumps(settings)],
         capture_output=True, text=True, cwd=ROOT, env=os.environ | environment,
     )  # fmt: skip
     line = next((line for line in done.stdout.splitlines() if line.startswith("DONE")), None)

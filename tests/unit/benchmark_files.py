@@ -35,6 +35,8 @@ def default(arm: str = "vllm-none", k: int = 0, drafter: str | None = None, rate
         "text": "An answer.",
         "output": None,  # token ids of every output, instead of prose
         "change_rows": lambda rows: rows,
+        "findings": [],
+        "unmeasured": {},  # by pass number: preflight or decided; such a pass has no rows
     }
 
 
@@ -73,7 +75,8 @@ def write(benchmarks: Path, spec: dict, seed: int = 0) -> None:
                 }
             )
         path = benchmarks / arm / f"pass-{number}.parquet"
-        artefacts.write_table(path, spec["change_rows"](rows), tables.BENCHMARK)
+        why = spec["unmeasured"].get(number)
+        artefacts.write_table(path, [] if why else spec["change_rows"](rows), tables.BENCHMARK)
         artefacts.write_manifest(
             artefacts.manifest_path(path),
             "benchmark",
@@ -81,8 +84,8 @@ def write(benchmarks: Path, spec: dict, seed: int = 0) -> None:
             counts={"requests": len(rows)},
             versions=spec["versions"],
             machine=spec["machine"],
-            server=spec["server"],
-            sanity={},
+            findings=spec["findings"],
+            **({"unmeasured": why} if why else {"server": spec["server"], "sanity": {}}),
         )
 
 
@@ -97,6 +100,12 @@ def _walk(rng, n, conditional):
             counts[position] += 1
             done += 1
     return steps, counts
+
+
+def finding(id: str, level: str = "ERROR", allowed: bool = False) -> dict:
+    """One entry of a check.json."""
+    return {"id": id, "level": level, "allowed": allowed, "message": f"{id} is wrong: 1, not 2", "engine": "vllm",
+            "version": "0.32.0", "effect": "served, no word", "mend": f"mend {id}", "fixable": False}  # fmt: skip
 
 
 def write_offline(path: Path, k: int = 3, conditional=(0.60, 0.66, 0.75), prompts: str = "quick") -> Path:

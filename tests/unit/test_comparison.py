@@ -54,6 +54,72 @@ def test_a_sound_comparison(tmp_path, specs):
     assert math.prod(ratios.values()) ** (1 / 5) == pytest.approx(arm["speedup"])
 
 
+def test_an_arm_that_the_preflight_refused_has_a_row_that_says_why(tmp_path, specs):
+    base, arm = specs
+    wrong = files.default("vllm-wrong-k3", k=3, drafter="wrong")
+    wrong["unmeasured"] = dict.fromkeys((1, 2, 3), "preflight")
+    wrong["findings"] = [
+        files.finding("layer-ids"),
+        files.finding("dtype", "WARN"),
+        files.finding("rope-theta", allowed=True),
+    ]
+    rows, result = compared(tmp_path, base, arm, wrong)
+    assert list(rows) == ["vllm-none", "vllm-own-k3", "vllm-wrong-k3"] and rows["vllm-own-k3"]["verdict"] == "faster"
+    row = rows["vllm-wrong-k3"]
+    assert (row["verdict"], row["cause"], row["fault"]) == ("refused", "integration", "layer-ids")
+    assert row["reason"] == "preflight: layer-ids: layer-ids is wrong: 1, not 2; mend: mend layer-ids"
+    assert row["speedup"] is row["acceptance_length"] is row["tokens_per_second"] is None
+    assert not [r for r in result.requests + result.acceptance if r["arm"] == "vllm-wrong-k3"]
+    assert result.details["vllm-wrong-k3"]["findings"] == wrong["findings"]
+
+
+def test_further_passes_are_for_undecided_arms_and_their_baseline(tmp_path):
+    base = files.default()
+    clear = files.default("vllm-clear", k=3, drafter="own", rate=60.0)
+    level = files.default("vllm-level", k=3, drafter="own", rate=30.1)
+    refused = files.default("vllm-refused", k=3, drafter="own", rate=30.1) | {"tokens": 20}
+    for spec in (base, clear, level, refused):
+        files.write(tmp_path, spec)
+    arms = [comparison.read_arm(tmp_path, spec["parameters"]["arm"], 3) for spec in (base, clear, level, refused)]
+    assert comparison.undecided(arms) == ["vllm-none", "vllm-level"]
+    assert comparison.undecided([arms[0], arms[1], arms[3]]) == []
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/further_pass.py", "--benchmarks", tmp_path, "--number", "4"]
+        + ["--arms", "vllm-none", "vllm-clear", "vllm-level", "--out", tmp_path / "further.json"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "further.json").read_text()) == ["vllm-none", "vllm-level"]
+
+
+def test_a_spared_pass_is_neither_missing_nor_counted(tmp_path, specs):
+    base, arm = specs
+    base["passes"] = arm["passes"] = [1, 2, 3, 4]
+    arm["unmeasured"] = {4: "decided"}
+    for spec in (base, arm):
+        files.write(tmp_path, spec)
+    arms = [comparison.read_arm(tmp_path, spec["parameters"]["arm"], 4) for spec in (base, arm)]
+    rows = {row["arm"]: row for row in comparison.compare(arms).summary}
+    assert (rows["vllm-own-k3"]["verdict"], rows["vllm-own-k3"]["passes"]) == ("faster", 3)
+    assert rows["vllm-none"]["passes"] == 4
+
+
+def test_engines_are_compared_by_acceptance_alone(tmp_path):
+    def of(engine, name, conditional=(0.6, 0.66, 0.75), **parameters):
+        spec = files.default(name, k=3, drafter="own", rate=10.0) | {"conditional": list(conditional)}
+        spec["parameters"] |= {"engine": engine} | parameters
+        spec["prompts"] = [f"p{i}" for i in range(20)]
+        return spec
+
+    same = compared(tmp_path / "a", of("vllm", "v"), of("sglang", "s"), of("sglang", "tree", options={"topk": 4}))[1]
+    (pair,) = same.between_engines
+    assert pair["arms"] == ["v", "s"] and pair["agree"] and pair["p_value"] > 0.05
+    assert pair["steps"][0] > 500 and abs(pair["acceptance_length"][0] - pair["acceptance_length"][1]) < 0.2
+    wrong = compared(tmp_path / "b", of("vllm", "v"), of("sglang", "s", (0.3, 0.3, 0.3)))[1]
+    assert not wrong.between_engines[0]["agree"]
+    assert compared(tmp_path / "c", of("vllm", "v"), of("sglang", "s", method="ngram"))[1].between_engines == []
+
+
 def test_rates_and_break_even_are_exact(tmp_path, specs):
     """Decode speed leaves out the first token and its time; AL 2.5 at 59 against 61 tok/s is a rho of 2.585."""
 
@@ -150,7 +216,7 @@ FAULTS = {
 
 
 def test_every_reason_is_tested():
-    assert set(FAULTS) == set(comparison.REASONS)
+    assert set(FAULTS) | {"preflight"} == set(comparison.REASONS)  # tested above: it has no measurement
 
 
 @pytest.mark.parametrize("reason, fault", [(reason, fault) for reason, faults in FAULTS.items() for fault in faults])

@@ -100,6 +100,21 @@ def test_it_says_what_was_found(page):
     assert "source" in text and "nested.revision = abc" in text and "absent.json" not in text
 
 
+def test_it_shows_what_the_preflight_found(tmp_path):
+    base, fast, *_ = specs()
+    fast["findings"] = [files.finding("algorithm", allowed=True)]
+    fast["parameters"]["allow"] = ["algorithm"]
+    wrong = files.default("vllm-wrong-k3", k=3, drafter="wrong")
+    wrong["unmeasured"], wrong["findings"] = dict.fromkeys((1, 2, 3), "preflight"), [files.finding("layer-ids")]
+    compare(tmp_path, (base, fast, wrong))
+    html = build(tmp_path)
+    assert not Elements(html).open
+    text = text_of(html)
+    assert "vllm-own-k3 algorithm ERROR, allowed algorithm is wrong: 1, not 2" in text
+    assert "Refused: preflight: layer-ids: layer-ids is wrong: 1, not 2; mend: mend layer-ids." in text
+    assert "Speculation pays" in text
+
+
 def test_it_is_self_contained_and_well_formed(page):
     _, html = page
     elements = Elements(html)

@@ -1,5 +1,6 @@
 """Running and planning the workflow in a copy of the project, at a path with a space in it."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -27,6 +28,18 @@ def copy_project(folder: Path) -> Path:
     config.write_text("".join(line for line in config.read_text().splitlines(True) if ARMS not in line))
     (folder / ".envs").symlink_to(ROOT / ".envs")
     return folder
+
+
+def linked_copy(finished: Path, work: Path) -> Path:
+    """A finished run to change: hard links for results, which no test edits, copies of everything else."""
+
+    def link(source, destination):
+        if "/results/" in source and not source.endswith(".json"):
+            os.link(source, destination)
+        else:
+            shutil.copy2(source, destination)
+
+    return shutil.copytree(finished, work, symlinks=True, copy_function=link)
 
 
 def snakemake(work: Path, *arguments: str, config: str | None = SMALL) -> subprocess.CompletedProcess:

@@ -2,15 +2,17 @@
 
 import json
 import os
+import shutil
 import zipfile
 
 import numpy as np
 import psutil
 import pytest
+import yaml
 from safetensors import safe_open
 
 from breakeven import acceptance, artefacts, tables
-from project import planned, snakemake
+from project import SMALL, linked_copy, planned, snakemake
 
 pytestmark = [pytest.mark.workflow, pytest.mark.engines]
 
@@ -101,6 +103,27 @@ def test_the_summary_is_complete(finished):
     assert own["verdict"] == "undecided" and own["speedup"] > 0 and own["acceptance_length"] >= 1
     assert own["rho"] == pytest.approx(own["acceptance_length"] / own["speedup"])
     assert own["offline_acceptance_length"] >= 1
+
+
+def test_a_drafter_that_the_preflight_refuses_is_a_row_of_the_report(finished, tmp_path):
+    work = linked_copy(finished, tmp_path / "work")
+    shutil.copytree(work / "results/drafters/own/checkpoint", work / "drafters/broken")
+    config = artefacts.read_json(work / "drafters/broken/config.json")
+    artefacts.write_json(
+        work / "drafters/broken/config.json", config | {"tie_word_embeddings": True, "draft_vocab_size": 7}
+    )
+    small = yaml.safe_load((work / SMALL).read_text())
+    small["drafters"]["broken"] = {"checkpoint": "drafters/broken"}
+    small["arms"] = {"vllm-broken-k3": {"engine": "vllm", "protocol": "quick", "drafter": "broken", "k": 3}}
+    (work / SMALL).write_text(yaml.safe_dump(small))
+    done = snakemake(work)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
+    rows = {row["arm"]: row for row in read(work, "comparison/summary.parquet", tables.SUMMARY).to_pylist()}
+    broken = rows.pop("vllm-broken-k3")
+    assert (broken["verdict"], broken["cause"]) == ("refused", "integration") and "lm-head-rows" in broken["fault"]
+    assert rows == {row["arm"]: row for row in read(finished, "comparison/summary.parquet").to_pylist()}
+    assert not list((work / "logs/benchmark/vllm-broken-k3").glob("*.server.log"))
+    assert "Refused: preflight: lm-head-rows" in (work / "results/report/index.html").read_text()
 
 
 def test_snakemakes_own_report_holds_the_page_and_the_figures(finished):

@@ -1,11 +1,9 @@
 """Which rules run again after which change: the table of docs/design.md, checked by planning on a finished run."""
 
-import shutil
-
 import pytest
 import yaml
 
-from project import SMALL, planned
+from project import SMALL, linked_copy, planned
 
 pytestmark = [pytest.mark.workflow, pytest.mark.engines]
 
@@ -63,6 +61,10 @@ CHANGES = {
     ),
     "an arm less": (lambda work: config(arms={"vllm-plain": {"engine": "vllm", "protocol": "quick"}})(work), VERDICT),
     "one more pass": (config(protocols__quick__passes=2), {"benchmark": 2} | VERDICT),
+    "more passes for who is undecided": (
+        config(protocols__quick__max_passes=2),
+        {"further_pass": 1, "benchmark": 2} | VERDICT,
+    ),
     "output length": (config(protocols__quick__max_tokens=40), SERVED | {"benchmark": 2}),
     "a flag of the engine": (config(**{"engines__vllm__flags__cpu__max-num-seqs": 8}), ARM | {"benchmark": 2}),
     "epochs": (config(drafters__own__settings__epochs=3), DRAFTER),
@@ -107,18 +109,9 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_runs_what_depends_on_it(finished, tmp_path, change):
     apply, expected = CHANGES[change]
-    work = tmp_path / "work"
-    shutil.copytree(finished, work, symlinks=True, copy_function=link)
+    work = linked_copy(finished, tmp_path / "work")
     apply(work)
     assert planned(work) == expected
-
-
-def link(source, destination):
-    """Hard links for results, which no test changes; copies for everything that a change may edit."""
-    if "/results/" in source and not source.endswith(".json"):
-        shutil.os.link(source, destination)
-    else:
-        shutil.copy2(source, destination)
 
 
 @pytest.mark.parametrize("experiment, shards", [("10k", 5), ("88k", 44)])
