@@ -315,9 +315,9 @@ def attend_by_blocks(q: Tensor, context: Context, rows: Rows) -> Tensor:
     """
     keys, values = context.keys, context.values
     v = values[0].to(q.dtype)
-    attended, total = compiled_flex_attention()(
-        q, keys[0].to(q.dtype), v, block_mask=rows.blocks, enable_gqa=True, return_lse=True
-    )
+    # Inside a compiled chain it becomes part of it.
+    flex = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+    attended, total = flex(q, keys[0].to(q.dtype), v, block_mask=rows.blocks, enable_gqa=True, return_lse=True)
     if len(keys) == 1:
         return attended
     batch, heads, count, width = q.shape

@@ -109,7 +109,7 @@ def collate(
     """Pack sequences on the CPU. With a shape, T and R are padded to it, pinned, and attention is by blocks."""
     parts = [sequences.stored(i, "token_ids", "loss_mask", "hidden", "last", "argmax") for i in indices]
     lengths = [len(part["token_ids"]) for part in parts]
-    used, pin = sum(lengths), shape is not None
+    used, pin = sum(lengths), shape is not None and torch.cuda.is_available()
     mask = torch.cat([part["loss_mask"] for part in parts]).numpy()
     starts_of = np.cumsum([0, *lengths[:-1]])
     start = np.repeat(starts_of, lengths)  # [T]
@@ -320,6 +320,7 @@ class Run:
         )
         self.epoch, self.position, self.step, self.tokens = 0, 0, 0, 0
         self.rows: list[dict[str, Any]] = []
+        self.note = ""  # the last loss that was read
         self.unread: deque[tuple[dict[str, Any], Tensor, Any]] = deque()
         self.meter = Meter(device, peak)
 
@@ -416,8 +417,7 @@ class Run:
                     self.step += 1
                     self.tokens += sum(batch.lengths)
                     self.read(self.LAG if self.cuda else 0)
-                    known = self.rows[max(0, len(self.rows) - 1 - len(self.unread))]["loss"]
-                    progress.add(sum(batch.lengths), "" if known is None else f"loss {known:.3f}")
+                    progress.add(sum(batch.lengths), self.note)
                     if self.meter.add(
                         batch.flops[0], training_flops(self.drafter.config, settings.ttt_steps, *batch.flops)
                     ):
@@ -471,7 +471,7 @@ class Run:
             if done is not None:
                 done.synchronize()
             row["loss"], row["gradient_norm"], *accuracy = results.tolist()
-            row["accuracy"] = accuracy
+            row["accuracy"], self.note = accuracy, f"loss {row['loss']:.3f}"
             if not math.isfinite(row["loss"]):
                 raise UserError(
                     f"the loss is {row['loss']} at optimizer step {row['step']}; lower drafters.NAME.learning_rate"

@@ -5,8 +5,10 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 import tinymodels
+from breakeven import drafter as drafter_module
 from breakeven import target, training
 from breakeven.cli import UserError
 from breakeven.drafter import DrafterConfig, Rows
@@ -41,7 +43,7 @@ class Toys:
         mask, argmax = self.sequences[i]
         length = len(mask)
         return {
-            "token_ids": torch.arange(length, dtype=torch.int32) + 10,
+            "token_ids": torch.arange(length, dtype=torch.int32) % 100 + 10,
             "loss_mask": torch.tensor(mask, dtype=torch.bool),
             "hidden": torch.zeros(length, 1, 4),
             "last": torch.zeros(length, 4),
@@ -70,14 +72,27 @@ def test_a_gap_in_the_mask_starts_no_chain_and_ends_none():
     assert sorted(pairs) == [(0, 0, 1), (0, 3, 4), (0, 4, 5), (1, 3, 5), (3, 0, 4)]
 
 
-def test_padding_is_never_counted_and_blocks_hold_all_keys():
-    masks = [([0] * 90 + [1] * 60, [4] * 150), ([0] * 70 + [1] * 130, [4] * 200)]
-    plain = training.collate(Toys(*masks), [0, 1], 2)
-    toys = Toys(*masks)
-    padded = training.collate(toys, [0, 1], 2, (384, 256)) if torch.cuda.is_available() else None
-    assert plain.index[-1] == 347 and len(plain.index) == 60 + 130
-    if padded is not None:
-        assert padded.counted.sum() == plain.counted.sum() and len(padded.index) == 256
+@pytest.mark.parametrize("length", [384, 512])
+def test_a_padded_batch_with_attention_by_blocks_has_the_same_loss(target_folder, monkeypatch, length):
+    """What runs on CUDA, with flex attention's dense reference in place of its kernels. Backward: test_cuda.py."""
+    monkeypatch.setattr(drafter_module, "compiled_flex_attention", lambda: flex_attention)
+    torch.manual_seed(0)
+    drafter, head = tinymodels.make_drafter(target_folder, IDS), head_of(target_folder)
+    sequences = Toys(
+        *(([0] * prompt + [1] * answer, [4] * (prompt + answer)) for prompt, answer in [(90, 60), (104, 130)])
+    )
+    plain, padded = training.collate(sequences, [0, 1], 3), training.collate(sequences, [0, 1], 3, (length, 256))
+    assert len(plain.index) == 190 and padded.counted.sum() == plain.counted.sum()
+    assert len(padded.tokens) == length and len(padded.index) == 256
+    features, last = torch.randn(384, 3, 32), torch.randn(384, 32)
+    plain.features, plain.last = features, last
+    padded.features, padded.last = (F.pad(x.T, (0, length - 384)).T for x in (features.flatten(1), last))
+    padded.features = padded.features.view(length, 3, 32)
+    with torch.no_grad():
+        expected = training.chain_loss(drafter, head, plain, SETTINGS)
+        found = training.chain_loss(drafter, head, padded, SETTINGS)
+    for mine, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-5)
 
 
 def test_unknown_and_out_of_vocabulary_labels_are_not_trained(target_folder):
