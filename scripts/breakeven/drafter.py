@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from breakeven.target import rope
 
@@ -317,14 +317,16 @@ def attend_by_blocks(q: Tensor, context: Context, rows: Rows) -> Tensor:
     v = values[0].to(q.dtype)
     # Inside a compiled chain it becomes part of it.
     flex = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
-    attended, total = flex(q, keys[0].to(q.dtype), v, block_mask=rows.blocks, enable_gqa=True, return_lse=True)
+    attended, extra = flex(
+        q, keys[0].to(q.dtype), v, block_mask=rows.blocks, enable_gqa=True, return_aux=AuxRequest(lse=True)
+    )
     if len(keys) == 1:
         return attended
     batch, heads, count, width = q.shape
     grouped = (batch, keys[0].shape[1], -1, count, width)  # key head by key head
     query = q.float().view(grouped)
     scores = [(query * k.float()[:, :, None]).sum(-1) * width**-0.5 for k in keys[1:]]
-    weights = torch.stack([total.float().view(grouped[:-1]), *scores]).softmax(dim=0)
+    weights = torch.stack([extra.lse.float().view(grouped[:-1]), *scores]).softmax(dim=0)
     merged = weights[0][..., None] * attended.float().view(grouped)
     for weight, v in zip(weights[1:], values[1:], strict=True):
         merged = merged + weight[..., None] * v.float()[:, :, None]
