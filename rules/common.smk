@@ -7,7 +7,7 @@ from snakemake.exceptions import WorkflowError
 
 sys.path.insert(0, str(Path(workflow.basedir) / "scripts"))
 
-from breakeven import configuration, dependencies
+from breakeven import artefacts, configuration, dependencies
 from breakeven.cli import UserError
 
 try:
@@ -372,7 +372,7 @@ def training_options():
     """NAME=FILE of each trained drafter's curves, as report.py takes them."""
     return [
         f"{name}=results/drafters/{name}/checkpoint/training.parquet"
-        for name in TRAINED
+        for name in REPORTED
     ]
 
 
@@ -381,10 +381,17 @@ def held_out_options():
     return [f"{Path(path).parent.name}={path}" for path in offline_tables()["held_out"]]
 
 
-def data_curve_files():
-    """The data curve, table first, where it has been measured (`snakemake data_curve`); none is asked for."""
-    paths = [f"results/data_curve/curve.{suffix}" for suffix in ("parquet", "svg")]
-    return paths if all(Path(path).is_file() for path in paths) else []
+def data_curve_option():
+    """The data curve, where it has been measured. No input: a stale one must not train its points for a page."""
+    path = Path("results/data_curve/curve.parquet")
+    shown = configuration.points(config) and path.is_file()
+    return f"--data-curve {path.as_posix()}" if shown else ""
+
+
+def data_curve_content():
+    """What the page shows of the data curve, by its hash: another one makes the page anew."""
+    option = data_curve_option()
+    return artefacts.sha256(option.partition(" ")[2]) if option else ""
 
 
 def show_summary():

@@ -12,7 +12,6 @@ rule report:
         training=[option.partition("=")[2] for option in training_options()],
         held_out=offline_tables()["held_out"],
         step_costs=step_cost_files(),
-        data_curve=data_curve_files(),
         template="report/comparison.html.j2",
         parts=["report/page.css", "report/page.js"],
         # Snakemake does not track captions by itself.
@@ -112,7 +111,8 @@ rule report:
         python=python("workflow"),
         training=training_options(),
         held_out=held_out_options(),
-        data_curve=[f"--data-curve {path}" for path in data_curve_files()[:1]],
+        data_curve=data_curve_option(),
+        data_curve_content=data_curve_content(),
     shell:
         "{params.python} {input.script[0]} --comparison results/comparison --manifests {input.manifests}"
         " --stepcost {input.step_costs} --training {params.training} --offline {params.held_out}"

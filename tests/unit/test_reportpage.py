@@ -337,11 +337,11 @@ def test_length_against_k_has_walk_served_and_break_even(page, tmp_path):
 
 def test_a_data_curve_is_shown_where_given(page, tmp_path):
     (tmp_path / "comparison").symlink_to(page[0] / "comparison")
-    rows = [{"drafter": "<b>own</b>", "samples": 10_000, "acceptance_length": 1.6034}]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "curve.parquet")
-    assert "&lt;b&gt;own&lt;/b&gt; 10,000 1.603" in section(
-        build(tmp_path, data_curve=tmp_path / "curve.parquet"), "curve"
-    )
+    row = dict.fromkeys(tables.DATA_CURVE.names) | {"samples": 20_000, "k": 3, "kind": "forecast", "fitted": 1.7521}
+    rows = [row, row | {"drafter": "<b>own</b>", "samples": 10_000, "kind": "measured", "acceptance_length": 1.6034}]
+    artefacts.write_table(tmp_path / "curve.parquet", rows, tables.DATA_CURVE)
+    text = section(build(tmp_path, data_curve=tmp_path / "curve.parquet"), "curve")
+    assert "&lt;b&gt;own&lt;/b&gt; 10,000 3 measured 1.603" in text and "– 20,000 3 forecast" in text
     (tmp_path / "curve.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
     assert "with the fitted law" in build(tmp_path, data_curve=tmp_path / "curve.parquet")
 
