@@ -236,6 +236,17 @@ def test_different_signs_on_two_protocols_depend(tmp_path):
     assert "it does not pay with vLLM, drafter own, K = 5, protocol long (0." in html
 
 
+def test_two_engines_are_compared_by_acceptance(tmp_path):
+    arms = [*specs()[:2], files.default("sglang-none"), files.default("sglang-own-k3", k=3, drafter="own", rate=15.0)]
+    for spec in arms[2:]:
+        spec["parameters"]["engine"] = "sglang"
+    compare(tmp_path, arms)
+    html = build(tmp_path)
+    assert not Elements(html).open and "between_engines.csv" in html
+    text = section(html, "arms")
+    assert "The same drafter on two engines" in text and re.search(r"vllm-own-k3 \d+ \d\.\d\d .* yes p = \d", text)
+
+
 def test_undecided_and_too_few_prompts(tmp_path):
     arms = specs()[:2]
     for spec in arms:
