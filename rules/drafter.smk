@@ -6,6 +6,7 @@ rule train_drafter:
         vocabulary="results/drafters/{drafter}/vocabulary.safetensors",
         states=shards("hidden_states", "safetensors"),
         manifests=shards("hidden_states", "manifest.json"),
+        start=start_files,
     output:
         manifest="results/drafters/{drafter}/checkpoint/manifest.json",
         config="results/drafters/{drafter}/checkpoint/config.json",
@@ -13,20 +14,24 @@ rule train_drafter:
         training="results/drafters/{drafter}/checkpoint/training.parquet",
     log:
         "logs/train_drafter/{drafter}.log",
+    benchmark:
+        "logs/train_drafter/{drafter}.tsv"
     priority: PREPARING
     retries: 1
     conda:
         f"../envs/model-{HARDWARE}.yaml"
     threads: config["threads"]
     resources:
-        gpu=1 if HARDWARE == "cuda" else 0,
+        gpu=gpus("train_drafter"),
         machine=1,
+        runtime=growing(720),
+        mem_mb=growing(32000),
     params:
         python=python("model"),
         settings=lambda wildcards: as_json(
             config["drafters"][wildcards.drafter]["settings"]
         ),
-        start=lookup("drafters/{drafter}/initialise_from", within=config),
+        start=start_of,
         device=HARDWARE,
         folder=subpath(output.manifest, parent=True),
     shell:

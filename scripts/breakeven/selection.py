@@ -19,10 +19,15 @@ def check_size(available: int, asked: int, samples_per_prompt: int = 1) -> None:
         )
 
 
-def bytes_per_token(hidden_size: int, n_layers: int) -> int:
-    """Storage of the hidden states of one token: n_layers features and the last state in bf16, its id, greedy successor
-    and mask. Kimi-K2.5: (3 + 1) * 7168 * 2 = 57,344 and 9."""
-    return (n_layers + 1) * hidden_size * 2 + 4 + 4 + 1
+def bytes_per_token(hidden_size: int, n_layers: int, codec: str = "bfloat16") -> int:
+    """Storage of the hidden states of one token: n_layers features and the last state, its id, greedy successor and mask.
+
+    Kimi-K2.5: (3 + 1) * 7168 * 2 = 57,344 and 9; int8 takes (3 + 1) * (7168 + 4) and 9; "none" stores nothing.
+    """
+    if codec == "none":
+        return 0
+    per_layer = {"bfloat16": 2 * hidden_size, "int8": hidden_size + 4}[codec]
+    return (n_layers + 1) * per_layer + 4 + 4 + 1
 
 
 def most_hidden_state_bytes(prompt_tokens: int, responses: int, max_tokens: int, samples: int, per_token: int) -> int:
