@@ -157,6 +157,12 @@ def plan(config: dict[str, Any], found: Found) -> Plan:
         if name in TIMED:
             notes += _time(stage, config, found, stated)
         stages.append(stage)
+    loads, minutes = sum(stage.loads for stage in stages), stated.get("load_minutes")
+    if loads and minutes is not None:
+        notes.append(
+            f"model loads: {loads} of {minutes:g} min, as the config states (budget.load_minutes), are"
+            f" {_duration(60 * minutes * loads)}; larger shards (prompts.shard_size) take fewer"
+        )
     if any(stage.name == "fetch_target" and stage.to_do for stage in stages):
         notes.append("the target itself is not in the bytes: its size is not known before it is fetched")
     return Plan(stages, notes, per_token, stored)
@@ -174,7 +180,11 @@ def lengths(config: dict[str, Any], found: Found) -> tuple[float, float, str]:
     stated = (config.get("budget") or {}).get("tokens_per_sample")
     if stated:
         r = min(stated, most_response)
-        return stated - r, r, f"{stated:,} together, as the config states (budget.tokens_per_sample)"
+        return (
+            stated - r,
+            r,
+            f"{stated:,} together, as the config states (budget.tokens_per_sample), at most {r:,} of them a response",
+        )
     return most_prompt, most_response, f"{most_prompt} + {most_response}, the most that the config allows"
 
 

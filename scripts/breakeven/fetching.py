@@ -163,12 +163,17 @@ def fetch_drafter(repo: str, revision: str, folder: Path, manifest: Path) -> dic
 
 def _pickled_to_safetensors(folder: Path, what: str) -> None:
     """Write model.safetensors from *.bin, read as tensors only: a pickle from elsewhere must not run code."""
+    import pickle
+
     import torch
     from safetensors.torch import save_file
 
     tensors: dict[str, Any] = {}
     for path in sorted(folder.glob("*.bin")):
-        tensors |= torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            tensors |= torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            raise UserError(f"{what}: {path.name} holds more than tensors; ask its authors for safetensors") from None
     if not tensors:
         raise UserError(f"{what}: there are neither *.safetensors nor *.bin files with tensors")
     save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / "model.safetensors")

@@ -30,12 +30,14 @@ def stage(planned, name):
 
 def test_the_reference_case_is_known_beforehand(config):
     """14.4 million tokens of Kimi-K2.5 took 828 GB; 88K samples would need 7.3 TB (docs/design.md, section 8)."""
-    config["budget"] = {"tokens_per_sample": 1440}
+    config["budget"] = {"tokens_per_sample": 1440, "load_minutes": 25}
     config["prompts"].update(size=10_000, shard_size=2000)
     planned = budget.plan(config, budget.Found(shape=KIMI))
     states = stage(planned, "extract_hidden_states")
     assert states.tokens == 14.4e6 and planned.bytes_per_token == 57_344 + 9
     assert states.bytes == pytest.approx(828e9, rel=0.01) and states.loads == states.to_do == 5
+    # Five shards are generated and extracted, nine passes served, two arms replayed.
+    assert any(note.startswith("model loads: 21 of 25 min") and "are 8.8 h" in note for note in planned.notes)
     config["prompts"].update(size=88_000)
     planned = budget.plan(config, budget.Found(shape=KIMI))
     assert stage(planned, "extract_hidden_states").bytes == pytest.approx(7.3e12, rel=0.01)
