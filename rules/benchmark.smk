@@ -23,7 +23,7 @@ rule benchmark:
         # All of the machine: a speed is only worth something if nothing else runs beside it.
         machine=100,
         runtime=growing(120),
-        mem_mb=growing(32000),
+        mem_mb=growing(32000, arm_gpus),
     params:
         python=python("workflow"),
         engine_python=arm_python,

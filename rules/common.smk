@@ -198,6 +198,10 @@ def gpus(rule):
     return configuration.gpus(config, rule)
 
 
+def response_gpus(wildcards):
+    return gpus("generate_responses")
+
+
 def arm_gpus(wildcards):
     return configuration.gpus(config, "benchmark", arm_of(wildcards))
 
@@ -206,9 +210,9 @@ def engine_gpus(wildcards):
     return configuration.gpus(config, "benchmark", {"engine": wildcards.engine})
 
 
-def growing(amount):
-    """A resource that grows with each attempt at a job, so that one that was killed for it succeeds later."""
-    return lambda wildcards, attempt: amount * attempt
+def growing(amount, of_gpus=lambda wildcards: 1):
+    """A resource that grows with each attempt at a job, so that one that was killed for it succeeds later; for each GPU."""
+    return lambda wildcards, attempt: amount * attempt * max(1, of_gpus(wildcards))
 
 
 def arm_checkpoint(wildcards):

@@ -19,10 +19,10 @@ rule generate_responses:
         f"../envs/{config['responses']['engine']}-{HARDWARE}.yaml"
     threads: config["threads"]
     resources:
-        gpu=gpus("generate_responses"),
+        gpu=response_gpus,
         machine=1,
         runtime=growing(240),
-        mem_mb=growing(32000),
+        mem_mb=growing(32000, response_gpus),
     params:
         python=python(config["responses"]["engine"]),
         shard_size=lookup("prompts/shard_size", within=config),

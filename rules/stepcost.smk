@@ -46,7 +46,7 @@ rule measure_step_cost:
         # All of the machine: a speed is only worth something if nothing else runs beside it.
         machine=100,
         runtime=growing(240),
-        mem_mb=growing(32000),
+        mem_mb=growing(32000, engine_gpus),
     params:
         python=python("workflow"),
         engine_python=lambda wildcards: python(wildcards.engine),
