@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from breakeven import artefacts, cli, target, vocabulary
 from breakeven.hidden_states import Sequences
+from breakeven.provenance import check_chain
 
 
 def main() -> None:
@@ -20,6 +21,7 @@ def main() -> None:
     parser.add_argument("--size", required=True, type=int, help="tokens in the draft vocabulary")
     parser.add_argument("--out", required=True, type=Path, help="safetensors file to write")
     args = parser.parse_args()
+    check_chain(args.target, args.hidden_states)
 
     size = target.text_config(args.target)["vocab_size"]
     sequences = Sequences(args.hidden_states)

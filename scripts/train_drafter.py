@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 from breakeven import artefacts, checkpoint, cli, tables, target, training
 from breakeven.drafter import Drafter, DrafterConfig, initialise_from_target, target_tensor_names
 from breakeven.hidden_states import Sequences
+from breakeven.provenance import check_chain
 from breakeven.vocabulary import target_ids
 
 
@@ -42,6 +43,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
+    check_chain(args.target, args.hidden_states)
 
     settings = training.Settings(**args.settings)
     torch.manual_seed(settings.seed)
