@@ -60,3 +60,11 @@ def planned(work: Path, *arguments: str, config: str | list[str] | None = SMALL)
     jobs = Counter({rule: int(n) for rule, n in (line.split() for line in table[1].splitlines())})
     jobs.pop("all", None)
     return dict(jobs)
+
+
+def planned_files(work: Path, config: str | list[str] | None = SMALL) -> set[str]:
+    """Outputs of the jobs of a dry run."""
+    done = snakemake(work, "--dry-run", config=config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = re.findall(r"^    output: (.*)$", done.stdout + done.stderr, re.M)
+    return {path for line in lines for path in line.split(", ")}
