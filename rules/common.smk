@@ -210,6 +210,12 @@ def engine_gpus(wildcards):
     return configuration.gpus(config, "benchmark", {"engine": wildcards.engine})
 
 
+def gpus_option():
+    """The GPUs that Snakemake hands out, where the profile or the command line says."""
+    handed_out = workflow.global_resources.get("gpu").value
+    return "" if handed_out is None else f"--gpus {handed_out}"
+
+
 def growing(amount, of_gpus=lambda wildcards: 1):
     """A resource that grows with each attempt at a job, so that one that was killed for it succeeds later; for each GPU."""
     return lambda wildcards, attempt: amount * attempt * max(1, of_gpus(wildcards))

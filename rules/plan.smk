@@ -6,11 +6,14 @@ rule plan:
     log:
         "logs/plan.log",
     localrule: True
+    # What does not fit is refused once, whatever the profile retries.
+    retries: 0
     conda:
         "../envs/workflow.yaml"
     params:
         python=python("workflow"),
         config=as_json(config),
+        gpus=gpus_option(),
     shell:
         "{params.python} {input.script[0]} --config {params.config:q} --results results --logs logs"
-        " --targets resources/targets 2>&1 | tee {log}"
+        " --targets resources/targets {params.gpus} 2>&1 | tee {log}"

@@ -20,11 +20,15 @@ def main() -> None:
         "--logs", type=Path, default=Path("logs"), help="folder of the logs, with Snakemake's run times"
     )
     parser.add_argument("--targets", type=Path, default=Path("resources/targets"), help="folder of described targets")
+    parser.add_argument(
+        "--gpus", type=int, help="GPUs that Snakemake hands out on this machine; unlimited if not given"
+    )
     args = parser.parse_args()
 
     found = budget.survey(args.config, args.results, args.logs, args.targets)
     planned = budget.plan(args.config, found)
     free = budget.free_bytes(args.results)
+    planned.notes += budget.gpu_notes(planned, args.gpus)
     planned.notes.append(f"disk: {planned.bytes() / 1e9:,.1f} GB to write, {free / 1e9:,.1f} GB free at {args.results}")
     print(budget.table(planned, args.config["hardware"]), flush=True)
     budget.check(planned, args.config, found, args.results, free)

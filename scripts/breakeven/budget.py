@@ -241,6 +241,20 @@ def drafter_bytes(shape: dict[str, Any] | None, n_layers: int, draft_vocabulary:
     return 2 * parameters + 8 * draft_vocabulary + shape["vocab_size"]
 
 
+def gpu_notes(planned: Plan, available: int | None) -> list[str]:
+    """Which jobs take several GPUs, and a warning where Snakemake hands out fewer: it would start them nevertheless."""
+    wide = {stage.name: stage.gpus for stage in planned.stages if stage.gpus > 1}
+    if not wide:
+        return []
+    said = "GPUs of a job: " + ", ".join(f"{name} {gpus}" for name, gpus in wide.items()) + ", the others 1 or none"
+    most = max(wide.values())
+    if available is not None and available < most:
+        said += (
+            f"; {available} is handed out here, so say what there is: --resources gpu={most} machine=100, or a profile"
+        )
+    return [said]
+
+
 def check(planned: Plan, config: dict[str, Any], found: Found, folder: Path, free: int) -> None:
     """Raise a UserError where the plan writes more than `free` bytes: the numbers, and what each lever would save."""
     needed = planned.bytes()

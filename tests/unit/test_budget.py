@@ -105,6 +105,17 @@ def test_a_benchmark_is_one_load_for_each_pass(config):
     assert passes.tokens == 12 * 5 * 128 and passes.seconds == passes.tokens / 32 + 12 * 30
 
 
+def test_more_gpus_than_are_handed_out_are_named(config):
+    assert budget.gpu_notes(budget.plan(config, budget.Found()), 1) == []
+    config["hardware"] = "cuda"
+    config["engines"]["vllm"]["flags"]["cuda"]["tensor-parallel-size"] = 8
+    planned = budget.plan(config, budget.Found())
+    assert budget.gpu_notes(planned, 8) == ["GPUs of a job: benchmark 8, the others 1 or none"]
+    assert (
+        "1 is handed out here, so say what there is: --resources gpu=8 machine=100" in budget.gpu_notes(planned, 1)[0]
+    )
+
+
 def test_a_drafter_has_the_size_of_a_real_export(config):
     """The default drafter's model.safetensors holds 19,732,408 bytes, its header included."""
     shape = json.loads((ROOT / "resources/targets/smollm2-135m.json").read_text())["config"]
