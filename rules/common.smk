@@ -10,6 +10,7 @@ from breakeven import configuration, dependencies
 from breakeven.cli import UserError
 
 try:
+    configuration.add_points(config)
     configuration.check(
         config, Path(workflow.basedir) / "schemas" / "config.schema.yaml"
     )
@@ -26,8 +27,14 @@ ENVIRONMENTS = [
 SHARDS = configuration.shards(config)
 TRAINED = configuration.trained_drafters(config)
 FETCHED = configuration.fetched_drafters(config)
+REPORTED = configuration.reported_drafters(config)
 BENCHMARK_PROMPTS = configuration.benchmark_prompts(config)
 LAYERS = configuration.layers_option(config)
+
+NO_CURVE = (
+    "config, data_curve: there is none; set it, for example"
+    " {drafter: own, samples: [10000, 20000, 44000, 88000], k: [3, 5]}, as experiments/data-curve.yaml does"
+)
 
 # Whatever measurements wait for goes before them, so that all arms become ready together and their passes interleave.
 PREPARING = 5000
@@ -175,6 +182,11 @@ def step_cost_settings():
     )
 
 
+def samples_option(wildcards):
+    samples = config["drafters"][wildcards.drafter].get("samples")
+    return f"--samples {samples}" if samples else ""
+
+
 def checkpoint_folder(drafter):
     return configuration.checkpoint_folder(config, drafter)
 
@@ -313,6 +325,28 @@ def step_cost_files():
     return [path for path in paths if Path(path).is_file()]
 
 
+def point_tables(wildcards):
+    """The walk of each point of the data curve; asking for the curve of a config without one is an error."""
+    points = configuration.points(config)
+    if not points:
+        raise WorkflowError(NO_CURVE)
+    return [f"results/drafters/{name}/offline_by_sequence.parquet" for name in points]
+
+
+def points_options():
+    """N=FILE of each point, as data_curve.py takes them."""
+    return [
+        f"{samples}=results/drafters/{name}/offline_by_sequence.parquet"
+        for name, samples in configuration.points(config).items()
+    ]
+
+
+def served_summary():
+    """The comparison, where the curve is to show what its arms measured."""
+    served = (config["data_curve"] or {}).get("served", False)
+    return ["results/comparison/summary.parquet"] if served else []
+
+
 def passes_options():
     """ARM=N for every arm, as compare.py takes them: passes that are there from a former config are not read."""
     return [
@@ -341,7 +375,7 @@ def manifests():
         found += shards("responses", "manifest.json") + shards(
             "hidden_states", "manifest.json"
         )
-        for drafter in TRAINED:
+        for drafter in REPORTED:
             found += [
                 f"results/drafters/{drafter}/vocabulary.manifest.json",
                 f"results/drafters/{drafter}/checkpoint/manifest.json",

@@ -5,7 +5,7 @@ rule compare:
         passes=[path for arm in config["arms"] for path in benchmark_passes(arm)],
         offline=[path for paths in offline_tables().values() for path in paths],
         what_if=what_if_files(),
-        drafters=[path for name in TRAINED for path in checkpoint_files(name)],
+        drafters=[path for name in REPORTED for path in checkpoint_files(name)],
         step_costs=step_cost_files(),
         expectations="resources/expectations.json",
     output:
@@ -27,7 +27,7 @@ rule compare:
         offline=offline_options(),
         what_if=[f"{Path(path).parent.name}={path}" for path in what_if_files()],
         drafters=[
-            f"{name}={path}" for name in TRAINED for path in checkpoint_files(name)
+            f"{name}={path}" for name in REPORTED for path in checkpoint_files(name)
         ],
         step_costs=[f"{Path(path).stem}={path}" for path in step_cost_files()],
         passes=passes_options(),

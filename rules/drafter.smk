@@ -32,9 +32,10 @@ rule train_drafter:
             config["drafters"][wildcards.drafter]["settings"]
         ),
         start=start_of,
+        samples=samples_option,
         device=HARDWARE,
         folder=subpath(output.manifest, parent=True),
     shell:
         "{params.python} {input.script[0]} --target results/target --vocabulary {input.vocabulary}"
         " --hidden-states {input.states} --settings {params.settings:q} --initialise-from {params.start:q}"
-        " --device {params.device} --threads {threads} --out {params.folder} > {log} 2>&1"
+        " {params.samples} --device {params.device} --threads {threads} --out {params.folder} > {log} 2>&1"

@@ -8,6 +8,7 @@ rule evaluate_drafter:
         manifests=shards("hidden_states", "manifest.json"),
     output:
         table="results/drafters/{drafter}/offline.parquet",
+        by_sequence="results/drafters/{drafter}/offline_by_sequence.parquet",
         manifest="results/drafters/{drafter}/offline.manifest.json",
     log:
         "logs/evaluate_drafter/{drafter}.log",
@@ -27,7 +28,7 @@ rule evaluate_drafter:
     shell:
         "{params.python} {input.script[0]} --target results/target --checkpoint {params.checkpoint}"
         " --hidden-states {input.states} --device {params.device} --threads {threads}"
-        " --out {output.table} > {log} 2>&1"
+        " --out {output.table} --by-sequence {output.by_sequence} > {log} 2>&1"
 
 
 rule replay_served:

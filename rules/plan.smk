@@ -5,9 +5,9 @@ rule plan:
         script=script("plan"),
     log:
         "logs/plan.log",
-    localrule: True
     # What does not fit is refused once, whatever the profile retries.
     retries: 0
+    localrule: True
     conda:
         "../envs/workflow.yaml"
     params:

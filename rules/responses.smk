@@ -29,11 +29,12 @@ rule generate_responses:
         engine=lookup("responses/engine", within=config),
         samples=lookup("responses/samples_per_prompt", within=config),
         sampling=as_json(config["responses"]["sampling"]),
+        greedy_first="--greedy-first" if config["responses"]["greedy_first"] else "",
         settings=response_settings("settings"),
         environment=response_settings("environment"),
         hardware=HARDWARE,
     shell:
         "{params.python} {input.script[0]} --target results/target --pool {input.pool} --start {wildcards.shard}"
         " --count {params.shard_size} --engine {params.engine} --sampling {params.sampling:q}"
-        " --samples-per-prompt {params.samples} --settings {params.settings:q}"
+        " --samples-per-prompt {params.samples} {params.greedy_first} --settings {params.settings:q}"
         " --environment {params.environment:q} --hardware {params.hardware} --out {output.responses} > {log} 2>&1"

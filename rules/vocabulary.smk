@@ -21,6 +21,7 @@ rule build_vocabulary:
     params:
         python=python("model"),
         size=lookup("drafters/{drafter}/vocabulary_size", within=config),
+        samples=samples_option,
     shell:
         "{params.python} {input.script[0]} --target results/target --hidden-states {input.states}"
-        " --size {params.size} --out {output.maps} > {log} 2>&1"
+        " --size {params.size} {params.samples} --out {output.maps} > {log} 2>&1"

@@ -19,14 +19,17 @@ def main() -> None:
     parser.add_argument("--target", required=True, type=Path, help="the target's folder")
     parser.add_argument("--hidden-states", required=True, nargs="+", type=Path, help="hidden-state shards")
     parser.add_argument("--size", required=True, type=int, help="tokens in the draft vocabulary")
+    parser.add_argument("--samples", type=int, help="count the first N training samples; all if not given")
     parser.add_argument("--out", required=True, type=Path, help="safetensors file to write")
     args = parser.parse_args()
     check_chain(args.target, args.hidden_states)
 
     size = target.text_config(args.target)["vocab_size"]
     sequences = Sequences(args.hidden_states)
-    training = np.bincount(sequences.tokens(held_out=False).numpy(), minlength=size)
-    held_out = np.bincount(sequences.tokens(held_out=True).numpy(), minlength=size)
+    chosen = sequences.training(args.samples)
+    training = np.bincount(sequences.tokens(chosen).numpy(), minlength=size)
+    judged = [i for i, flag in enumerate(sequences.held_out) if flag]
+    held_out = np.bincount(sequences.tokens(judged).numpy(), minlength=size)
     always = target.special_token_ids(args.target)
     ids = vocabulary.choose(training, args.size, always)
     d2t, t2d = vocabulary.maps(ids, size)
@@ -36,9 +39,13 @@ def main() -> None:
     artefacts.write_manifest(
         artefacts.manifest_path(args.out),
         "vocabulary",
-        parameters={"size": args.size, "always": always},
+        parameters={"size": args.size, "samples": args.samples, "always": always},
         inputs={p.name: artefacts.manifest_path(p) for p in args.hidden_states},
-        counts={"training_tokens": int(training.sum()), "distinct_training_tokens": int((training > 0).sum())},
+        counts={
+            "training_sequences": len(chosen),
+            "training_tokens": int(training.sum()),
+            "distinct_training_tokens": int((training > 0).sum()),
+        },
         coverage=shares,
     )
     cli.logger.info("draft vocabulary: %d of %d ids, coverage %s", args.size, size, shares)

@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("--max-k", type=int, default=8, help="longest draft")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
+    parser.add_argument("--by-sequence", type=Path, help="Parquet file for the counts of each sequence")
     parser.add_argument("--out", required=True, type=Path, help="Parquet file to write")
     args = parser.parse_args()
     if args.threads:
@@ -32,17 +33,22 @@ def main() -> None:
             f"{args.checkpoint}: trained on layers {drafter.config.layers}, the hidden states hold {sequences.layers};"
             " set hidden_states.layers to the drafter's"
         )
-    chosen = [i for i, flag in enumerate(sequences.held_out) if flag]
+    chosen = sequences.judged()
     if not chosen:
         raise cli.UserError("no held-out sequence: raise prompts.size or prompts.held_out_fraction")
     with cli.Progress(sum(sequences.length(i) for i in chosen), "tok", "walk") as progress:
         found = walk.evaluate(drafter, ids, sequences, chosen, args.max_k, args.device, progress)
-    rows = walk.table(found, list(range(1, args.max_k + 1)), "held-out")
+    ks = list(range(1, args.max_k + 1))
+    rows = walk.table(found, ks, "held-out")
     artefacts.write_table(args.out, rows, tables.OFFLINE)
+    if args.by_sequence:
+        about = [(i, sequences.conversation[i]) for i in chosen]
+        artefacts.write_table(args.by_sequence, walk.by_sequence(found, about, ks), tables.OFFLINE_BY_SEQUENCE)
+    greedy = all(sequences.temperature[i] == 0 for i in chosen)
     artefacts.write_manifest(
         artefacts.manifest_path(args.out),
         "offline",
-        parameters={"max_k": args.max_k},
+        parameters={"max_k": args.max_k, "sequences": "greedy held-out" if greedy else "all held-out"},
         inputs={p.name: artefacts.manifest_path(p) for p in args.hidden_states}
         | {"drafter": args.checkpoint / "config.json"},
         counts={"sequences": len(chosen), "rows": sum(len(m.matched) for m in found)},

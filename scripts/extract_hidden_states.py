@@ -6,7 +6,6 @@
 `--layers` are physical: k is the input of decoder layer k. The format is described in breakeven/hidden_states.py.
 """
 
-import json
 from pathlib import Path
 
 import torch
@@ -46,10 +45,12 @@ def main() -> None:
     model = target.load_model(args.target, args.device)
     capture = hidden_states.Capture(model, layers)
     tensors = hidden_states.extract(capture, prompt_ids, response_ids, args.batch_tokens, args.device)
-    tensors["held_out"] = torch.tensor(responses["held_out"].to_pylist())
-    share = hidden_states.canary(tensors)
-    greedy = all(json.loads(sampling)["temperature"] == 0 for sampling in responses["sampling"].to_pylist())
-    cli.logger.info("canary: %.1f %% of the response tokens are the target's greedy choice", 100 * share)
+    tensors |= hidden_states.about_sequences(responses)
+    rows = tensors["temperature"] == 0
+    greedy = bool(rows.any())
+    share = hidden_states.canary(tensors, rows if greedy else None)
+    kind = "greedy response tokens" if greedy else "response tokens"
+    cli.logger.info("canary: %.1f %% of the %s are the target's greedy choice", 100 * share, kind)
     if greedy and share < args.canary:
         raise cli.UserError(
             f"{args.responses}: only {share:.1%} of the greedy response tokens are this target's greedy choice"
@@ -69,6 +70,7 @@ def main() -> None:
         inputs={"responses": args.responses, "target": args.target / "manifest.json"},
         counts={
             "sequences": len(prompt_ids),
+            "greedy_sequences": int(rows.sum()),
             "tokens": total,
             "response_tokens": int(tensors["loss_mask"].sum()),
             "bytes": needed,

@@ -25,6 +25,9 @@ def main() -> None:
         "--sampling", required=True, type=json.loads, help="max_tokens, temperature, top_p, seed as JSON"
     )
     parser.add_argument("--samples-per-prompt", type=int, default=1, help="responses for each prompt")
+    parser.add_argument(
+        "--greedy-first", action="store_true", help="the first response to each prompt is greedy, the others sampled"
+    )
     parser.add_argument("--settings", default={}, type=json.loads, help="engine arguments as JSON")
     parser.add_argument("--environment", default={}, type=json.loads, help="environment variables as JSON")
     parser.add_argument("--hardware", default="cpu", choices=["cpu", "cuda"])
@@ -52,16 +55,17 @@ def main() -> None:
     key = artefacts.fingerprint(
         [args.start, args.count, args.engine, args.sampling, args.samples_per_prompt, args.settings]
         + [artefacts.sha256(path) for path in inputs.values()]
+        + (["greedy first"] if args.greedy_first else [])
     )
     partial = responses.Partial(args.out.with_name(args.out.name + ".partial"), key)
     missing = [n for n in range(len(requests)) if n not in partial.done]
     if missing:
         parameters = []
         for i, sample in (requests[n] for n in missing):
-            own = (
-                {"seed": responses.seed_of(seed, shard[i]["prompt_id"], sample)} if sampling["temperature"] > 0 else {}
-            )
-            parameters.append(sampling | own)
+            own = responses.sampling_of(sampling, sample, args.greedy_first)
+            if own["temperature"] > 0 and seed is not None:
+                own["seed"] = responses.seed_of(seed, shard[i]["prompt_id"], sample)
+            parameters.append(own)
         finished = engine.generate(
             str(args.target), [prompt_ids[requests[n][0]] for n in missing], parameters, args.settings
         )
@@ -80,7 +84,7 @@ def main() -> None:
                 "finish_reason": reason,
                 "n_reasoning": responses.reasoning_length(tokenizer, tokens),
                 "engine": args.engine,
-                "sampling": json.dumps(args.sampling, sort_keys=True),
+                "sampling": json.dumps(responses.sampling_of(args.sampling, sample, args.greedy_first), sort_keys=True),
             }
         )
     artefacts.write_table(args.out, rows, tables.RESPONSES)
@@ -93,6 +97,7 @@ def main() -> None:
             "engine": args.engine,
             "sampling": args.sampling,
             "samples_per_prompt": args.samples_per_prompt,
+            "greedy_first": args.greedy_first,
             "settings": args.settings,
             "answers_by": "target",
         },

@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument(
         "--initialise-from", default="target", help="target, scratch, or the folder of a drafter checkpoint"
     )
+    parser.add_argument("--samples", type=int, help="train on the first N training samples; all if not given")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
     parser.add_argument("--save-every", type=float, default=60, help="seconds between states to resume from")
@@ -74,8 +75,9 @@ def main() -> None:
     )
 
     inputs = {p.name: artefacts.manifest_path(p) for p in [args.vocabulary, *args.hidden_states]}
-    run = training.Run(drafter.to(args.device), head, sequences, settings, args.device)
-    key = training.fingerprint(settings, drafter, {name: artefacts.sha256(p) for name, p in inputs.items()})
+    run = training.Run(drafter.to(args.device), head, sequences, settings, args.device, args.samples)
+    hashes = {name: artefacts.sha256(p) for name, p in inputs.items()} | {"samples": args.samples}
+    key = training.fingerprint(settings, drafter, hashes)
     partial = args.out.with_name(args.out.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     run.resume(partial / "state.pt", key)
@@ -97,11 +99,11 @@ def main() -> None:
         "drafter",
         parameters=drafter.config.to_dict()
         | {"initialise_from": args.initialise_from, "norm_before_residual": False, "norm_before_fc": False}
-        | {"settings": vars(settings)},
+        | {"settings": vars(settings), "samples": args.samples},
         inputs=inputs,
         counts={
             "training_sequences": len(run.training),
-            "training_response_tokens": len(sequences.tokens(held_out=False)),
+            "training_response_tokens": len(sequences.tokens(run.training)),
             "optimizer_steps": run.step,
         },
         held_out={"loss": held_out["loss"], "accuracy": held_out["accuracy"]},

@@ -59,7 +59,7 @@ class Plan:
 
 def outputs(config: dict[str, Any]) -> dict[str, list[str]]:
     """One file below results/ for each job, by stage (the rule's name), in the order of the flow."""
-    trained = configuration.trained_drafters(config)
+    trained = configuration.reported_drafters(config)
     arms = config["arms"]
     drafting = [name for name, arm in arms.items() if arm.get("drafter")]
     replayed = [

@@ -19,6 +19,30 @@ def _plain(value: Any) -> Any:
     return dict(value) if hasattr(value, "items") else list(value)
 
 
+def add_points(config: dict[str, Any]) -> None:
+    """Add the drafters of the data curve's points: NAME-N is drafter NAME with samples: N."""
+    config["drafters"].update(
+        {
+            point: dict(config["drafters"][config["data_curve"]["drafter"]]) | {"samples": samples}
+            for point, samples in points(config).items()
+        }
+    )
+
+
+def points(config: dict[str, Any]) -> dict[str, int]:
+    """Drafter and number of samples of each point of the data curve, fewest first; none where there is no sound one.
+
+    What is wrong with the section is said by `check`.
+    """
+    curve = config.get("data_curve")
+    drafters = config.get("drafters") or {}
+    try:
+        name, samples = curve["drafter"], sorted(curve["samples"])
+        return {f"{name}-{n}": n for n in samples} if "checkpoint" not in drafters[name] else {}
+    except (TypeError, KeyError):
+        return {}
+
+
 def check(config: dict[str, Any], schema_path: Path) -> None:
     """Raise a UserError for the first thing in the config that cannot work: where it is, what is wrong, what to do."""
     import jsonschema
@@ -33,6 +57,7 @@ def check(config: dict[str, Any], schema_path: Path) -> None:
         raise UserError(_sentence(min(errors, key=_misspelling_first)))
     _check_arms(config)
     _check_sizes(config)
+    _check_samples(config)
     _check_files(config)
 
 
@@ -101,6 +126,36 @@ def _check_sizes(config: dict[str, Any]) -> None:
         )
 
 
+def _check_samples(config: dict[str, Any]) -> None:
+    prompts, per_prompt = config["prompts"], config["responses"]["samples_per_prompt"]
+    if config["responses"]["greedy_first"] and per_prompt == 1:
+        raise UserError(
+            "config, responses.greedy_first: the only response to each prompt would be greedy; set"
+            " responses.sampling.temperature to 0 instead, or samples_per_prompt to 2 or more"
+        )
+    curve = config["data_curve"]
+    if curve is not None:
+        if curve["drafter"] not in trained_drafters(config):
+            raise UserError(
+                f"config, data_curve.drafter: {curve['drafter']!r} is none of the drafters that are trained here"
+                f" ({', '.join(sorted(set(trained_drafters(config)) - set(points(config)))) or 'there are none'})"
+            )
+        if len(curve["samples"]) < 3:
+            raise UserError(
+                f"config, data_curve.samples: {len(curve['samples'])} points do not determine a law with three"
+                " parameters; name three or more"
+            )
+    for name, drafter in config["drafters"].items():
+        samples = drafter.get("samples") or 0
+        if samples > prompts["size"] * per_prompt:
+            place = "data_curve" if name in points(config) else f"drafters.{name}"
+            raise UserError(
+                f"config, {place}.samples: {samples} are asked for, but {prompts['size']} prompts (prompts.size) with"
+                f" {per_prompt} responses each (responses.samples_per_prompt) give {prompts['size'] * per_prompt}, held-out"
+                " ones included; lower it or raise one of them"
+            )
+
+
 def _check_files(config: dict[str, Any]) -> None:
     for name, drafter in config["drafters"].items():
         checkpoint_files(config, name)
@@ -157,6 +212,13 @@ def start_of(config: dict[str, Any], drafter: str) -> str:
     """What the training of a drafter starts from: target, scratch, or a checkpoint folder; a drafter's name is its folder."""
     start = config["drafters"][drafter]["initialise_from"]
     return checkpoint_folder(config, start) if start in config["drafters"] else start
+
+
+def reported_drafters(config: dict[str, Any]) -> list[str]:
+    """Trained drafters that the report shows: the data curve's drafter and its points only where an arm serves them."""
+    served = {arm.get("drafter") for arm in config["arms"].values()}
+    of_curve = {*points(config), (config["data_curve"] or {}).get("drafter")}
+    return [name for name in trained_drafters(config) if name in served or name not in of_curve]
 
 
 def checkpoint_files(config: dict[str, Any], drafter: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from breakeven import selection
 from breakeven.cli import Progress, UserError, logger
 
+FLUSH_S = 1.0  # what a killed job may lose of finished responses
 END_OF_REASONING = ("</think>", "[/THINK]", "<|end_think|>", "◁/think▷")
 
 
@@ -16,6 +18,11 @@ def shard_of(pool, start: int, size: int, samples_per_prompt: int) -> list[dict[
     """Prompts of ranks start ... start + size - 1, as dicts; a pool that is too small is a UserError."""
     selection.check_size(pool.num_rows, start + size, samples_per_prompt)
     return pool.slice(start, size).to_pylist()
+
+
+def sampling_of(sampling: dict[str, Any], sample: int, greedy_first: bool) -> dict[str, Any]:
+    """How one sample of a prompt is drawn: as asked for, but sample 0 at temperature 0 with `greedy_first`."""
+    return sampling | ({"temperature": 0} if greedy_first and sample == 0 else {})
 
 
 def seed_of(seed: int, prompt_id: str, sample: int) -> int:
@@ -49,10 +56,11 @@ class Partial:
             logger.info("resuming: %d responses are there", len(self.done))
         path.parent.mkdir(parents=True, exist_ok=True)
         # Written afresh, so that a half-written last line does not stay in the middle.
-        self.file = open(path, "w", buffering=1)  # noqa: SIM115
+        self.file = open(path, "w", buffering=1 << 20)  # noqa: SIM115
         self.file.write(json.dumps(fingerprint) + "\n")
         for index, (tokens, reason) in self.done.items():
             self._write(index, tokens, reason)
+        self.flush()
 
     def _write(self, index: int, tokens: list[int], reason: str) -> None:
         self.file.write(json.dumps([index, tokens, reason]) + "\n")
@@ -60,6 +68,12 @@ class Partial:
     def add(self, index: int, tokens: list[int], reason: str) -> None:
         self.done[index] = (tokens, reason)
         self._write(index, tokens, reason)
+        if time.monotonic() - self.flushed > FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        self.file.flush()
+        self.flushed = time.monotonic()
 
     def remove(self) -> None:
         self.file.close()
@@ -78,5 +92,6 @@ def collect(finished: Iterable[tuple[int, list[int], str]], missing: list[int], 
             partial.add(missing[index], tokens, reason)
             tokens_done += len(tokens)
             progress.add(1, f"{tokens_done} tokens")
+        partial.flush()
         seconds = progress.elapsed()
     logger.info("%d response tokens in %.1f s: %.0f tok/s", tokens_done, seconds, tokens_done / seconds)

@@ -19,6 +19,16 @@ def check_size(available: int, asked: int, samples_per_prompt: int = 1) -> None:
         )
 
 
+def first_samples(training: list[int], samples: int | None) -> list[int]:
+    """The first `samples` of the training sequences, all if None; so smaller sets lie inside larger ones."""
+    if samples is not None and samples > len(training):
+        raise UserError(
+            f"{samples} training samples are asked for, but there are {len(training)} outside the held-out prompts:"
+            " lower drafters.NAME.samples, or raise prompts.size or responses.samples_per_prompt"
+        )
+    return training[:samples]
+
+
 def bytes_per_token(hidden_size: int, n_layers: int, codec: str = "bfloat16") -> int:
     """Storage of the hidden states of one token: n_layers features and the last state, its id, greedy successor and mask.
 

@@ -70,6 +70,37 @@ OFFLINE = pa.schema(
     ]
 )
 
+# results/drafters/*/offline_by_sequence.parquet: the same walk, one row per held-out sequence and K.
+OFFLINE_BY_SEQUENCE = pa.schema(
+    [
+        ("sequence", pa.int64()),  # over all shards, in their order
+        ("conversation", pa.int64()),  # sequences of one conversation depend on each other
+        ("k", pa.int32()),
+        ("steps", pa.int64()),  # 0 where the response is too short to judge a step
+        ("accepted_per_position", pa.list_(pa.int64())),  # position 1 ... K
+    ]
+)
+
+# results/data_curve/curve.parquet: acceptance length against training samples, one row per number of samples and K.
+DATA_CURVE = pa.schema(
+    [
+        ("drafter", pa.string()),  # null where nothing was trained: the forecast
+        ("samples", pa.int64()),
+        ("k", pa.int32()),
+        ("kind", pa.string()),  # measured | forecast
+        ("acceptance_length", pa.float64()),  # of the held-out walk; of the fitted law in a forecast
+        ("low", pa.float64()),  # 95 % bootstrap interval over held-out conversations
+        ("high", pa.float64()),
+        ("fitted", pa.float64()),  # the law a - b * samples ** -c
+        ("served_acceptance_length", pa.float64()),  # of an arm with this drafter and K; null if there is none
+        ("conversations", pa.int64()),  # held out, that the walk judged
+        ("steps", pa.int64()),  # verification steps of the walk; null in a forecast
+        ("a", pa.float64()),
+        ("b", pa.float64()),
+        ("c", pa.float64()),
+    ]
+)
+
 # results/benchmarks/{arm}/what_if.parquet: the walk on an arm's served outputs under each fault hypothesis.
 WHAT_IF = pa.schema(
     [

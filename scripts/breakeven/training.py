@@ -174,10 +174,18 @@ def validate(
 class Run:
     """One training run: model, optimizer and the place in the data, which `save` and `resume` keep in one file."""
 
-    def __init__(self, drafter: Drafter, head: TargetHead, sequences: Sequences, settings: Settings, device: str):
+    def __init__(
+        self,
+        drafter: Drafter,
+        head: TargetHead,
+        sequences: Sequences,
+        settings: Settings,
+        device: str,
+        samples: int | None = None,
+    ):
         self.drafter, self.head, self.sequences = drafter, head, sequences
         self.settings, self.device = settings, device
-        self.training = [i for i, flag in enumerate(sequences.held_out) if not flag]
+        self.training = sequences.training(samples)
         if not self.training:
             raise UserError("there is no training sequence: every prompt is held out; raise prompts.size")
         self.lengths = [sequences.length(i) for i in range(len(sequences))]

@@ -124,3 +124,21 @@ def table(found: list[Matches], ks: list[int], prompts: str) -> list[dict]:
             )
             before = count
     return rows
+
+
+def by_sequence(found: list[Matches], about: list[tuple[int, int]], ks: list[int]) -> list[dict]:
+    """Rows of tables.OFFLINE_BY_SEQUENCE; about: (sequence, conversation) of each of `found`."""
+    rows = []
+    for matches, (sequence, conversation) in zip(found, about, strict=True):
+        for k in ks:
+            steps, accepted = counts(walk(matches, k), k)
+            rows.append(
+                {
+                    "sequence": sequence,
+                    "conversation": conversation,
+                    "k": k,
+                    "steps": steps,
+                    "accepted_per_position": accepted.tolist(),
+                }
+            )
+    return rows

@@ -1,5 +1,8 @@
 """Extraction against transformers' own hidden states, the shard format, and the canary."""
 
+import json
+
+import pyarrow as pa
 import pytest
 import torch
 
@@ -81,3 +84,54 @@ def test_batches_hold_the_budget_and_every_sequence_once():
     found = list(hidden_states.batches(lengths, 64))
     assert sorted(sum(found, [])) == list(range(6))
     assert all(len(b) == 1 or len(b) * max(lengths[i] for i in b) <= 64 for b in found)
+
+
+def table_of(temperatures, prompt_ids, held_out):
+    rows = [{"prompt_id": p, "sampling": json.dumps({"temperature": t}), "held_out": h}
+            for p, t, h in zip(prompt_ids, temperatures, held_out, strict=True)]  # fmt: skip
+    return pa.Table.from_pylist(rows)
+
+
+def test_the_canary_looks_at_greedy_rows_alone(target_folder):
+    prompts, responses = tinymodels.sequences(target_folder, count=4)
+    responses[1] = [(t + 1) % 100 + 3 for t in responses[1]]
+    capture = hidden_states.Capture(target.load_model(target_folder, "cpu"), DISTINCT)
+    tensors = hidden_states.extract(capture, prompts, responses, 64, "cpu")
+    greedy = torch.tensor([True, False, True, True])
+    assert hidden_states.canary(tensors, greedy) > 0.95
+    assert hidden_states.canary(tensors, ~greedy) < 0.5
+    assert hidden_states.canary(tensors) < 0.9
+
+
+def test_shards_tell_temperature_and_conversation():
+    about = hidden_states.about_sequences(
+        table_of([0, 0.7, 0, 0], ["ab-00", "ab-01", "cd-00", "alone"], [True, False, True, False])
+    )
+    assert (
+        about["temperature"].tolist() == pytest.approx([0, 0.7, 0, 0]) and about["temperature"].dtype == torch.float32
+    )
+    first, second, third, fourth = about["conversation"].tolist()
+    assert first == second and len({first, third, fourth}) == 3
+    assert about["held_out"].tolist() == [True, False, True, False]
+
+
+def test_samples_are_nested_in_rank_order_across_shards(target_folder, states, tmp_path):
+    other = tinymodels.write_shard(target_folder, tmp_path / "shard-000012.safetensors", count=6)
+    sequences = hidden_states.Sequences([states, other])
+    everything = sequences.training()
+    assert everything == [i for i in range(18) if not sequences.held_out[i]] and len(everything) == 13
+    for n in (1, 9, 11, 13):
+        assert sequences.training(n) == everything[:n]
+    with pytest.raises(UserError, match="14 training samples are asked for, but there are 13 outside"):
+        sequences.training(14)
+    lengths = [int(sequences.load(i, "loss_mask")["loss_mask"].sum()) for i in everything[:9]]
+    assert len(sequences.tokens(everything[:9])) == sum(lengths)
+
+
+def test_acceptance_is_judged_on_greedy_held_out_sequences_where_there_are_any(states):
+    sequences = hidden_states.Sequences([states])
+    assert sequences.judged() == [0, 4, 8]
+    sequences.temperature = [0.7, 0, 0, 0, 0, 0, 0, 0, 0.7, 0, 0, 0]
+    assert sequences.judged() == [4]
+    sequences.temperature = [0.7] * 12
+    assert sequences.judged() == [0, 4, 8]

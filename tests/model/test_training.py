@@ -159,3 +159,12 @@ def test_learning_rate_warms_up_and_falls():
     assert rates[-1] == pytest.approx(0.1, abs=0.01) and all(
         a >= b for a, b in zip(rates[10:], rates[11:], strict=False)
     )
+
+
+def test_a_run_on_n_samples_reads_the_first_n(target_folder, states):
+    drafter = tinymodels.make_drafter(target_folder, IDS)
+    run = training.Run(drafter, head_of(target_folder), Sequences([states]), SETTINGS, "cpu", samples=4)
+    assert run.training == [1, 2, 3, 5]
+    assert sorted(i for batch in run.batches(0) for i in batch) == [1, 2, 3, 5]
+    with pytest.raises(UserError, match="10 training samples are asked for, but there are 9"):
+        training.Run(drafter, head_of(target_folder), Sequences([states]), SETTINGS, "cpu", samples=10)

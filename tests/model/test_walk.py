@@ -77,3 +77,17 @@ def test_counts_and_table():
 def test_no_steps_give_no_rates():
     rows = walk.table([], [2], "held-out")
     assert [row["marginal"] for row in rows] == [None, None] and rows[0]["acceptance_length"] is None
+
+
+def test_counts_by_sequence_add_up_to_the_table(drafter, states):
+    sequences = Sequences([states])
+    chosen = sequences.judged()
+    found = walk.evaluate(drafter, IDS, sequences, chosen, 3, "cpu")
+    rows = walk.by_sequence(found, [(i, sequences.conversation[i]) for i in chosen], [1, 3])
+    assert [(row["sequence"], row["k"]) for row in rows] == [(i, k) for i in chosen for k in (1, 3)]
+    for k in (1, 3):
+        table = [row for row in walk.table(found, [1, 3], "held-out") if row["k"] == k]
+        mine = [row for row in rows if row["k"] == k]
+        assert sum(row["steps"] for row in mine) == table[0]["steps"] > 0
+        accepted = np.sum([row["accepted_per_position"] for row in mine], axis=0)
+        assert accepted.tolist() == [row["accepted"] for row in table]

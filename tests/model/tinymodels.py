@@ -61,6 +61,8 @@ def write_shard(folder: Path, path: Path, layers=tuple(DISTINCT), **kwargs) -> P
     capture = hidden_states.Capture(target.load_model(folder, "cpu"), list(layers))
     tensors = hidden_states.extract(capture, prompts, responses, 128, "cpu")
     tensors["held_out"] = torch.tensor([i % 4 == 0 for i in range(len(prompts))])
+    tensors["temperature"] = torch.zeros(len(prompts))
+    tensors["conversation"] = torch.arange(len(prompts))
     save_file(tensors, path)
     artefacts.write_manifest(
         artefacts.manifest_path(path), "hidden_states", parameters={"layers": list(layers), "codec": "bfloat16"}

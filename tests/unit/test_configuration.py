@@ -40,6 +40,7 @@ def test_overlays_are_right(config, overlay):
     from snakemake.utils import update_config
 
     update_config(config, yaml.safe_load(overlay.read_text()))
+    configuration.add_points(config)
     configuration.check(config, SCHEMA)
 
 
@@ -218,3 +219,57 @@ def test_what_the_check_of_an_arm_is_told(config, arm, expected):
     words = configuration.check_options(config, "a")
     assert expected in " ".join(words)
     assert ("--allow" in words) == ("allow" in arm)
+
+
+def checked(config, **curve):
+    config["data_curve"] = {"drafter": "own", "samples": [60, 120, 240], "k": [3]} | curve
+    configuration.add_points(config)
+    configuration.check(config, SCHEMA)
+    return config
+
+
+def test_a_data_curve_adds_its_points_as_drafters(config):
+    config["arms"]["vllm-own-120-k3"] = {"engine": "vllm", "protocol": "quick", "drafter": "own-120", "k": 3}
+    checked(config, samples=[240, 60, 120])
+    assert configuration.points(config) == {"own-60": 60, "own-120": 120, "own-240": 240}
+    assert config["drafters"]["own-60"] == config["drafters"]["own"] | {"samples": 60}
+    assert configuration.trained_drafters(config) == ["own", "own-60", "own-120", "own-240"]
+    # The report waits for no point that nothing serves.
+    assert configuration.reported_drafters(config) == ["own", "own-120"]
+    del config["arms"]["vllm-own-k1"], config["arms"]["vllm-own-k3"]
+    assert configuration.reported_drafters(config) == ["own-120"]
+
+
+def test_without_a_data_curve_there_are_no_points(config):
+    configuration.add_points(config)
+    assert configuration.points(config) == {} and list(config["drafters"]) == ["own"]
+
+
+@pytest.mark.parametrize(
+    "curve, said",
+    [
+        ({"drafter": "owned"}, "data_curve.drafter: 'owned' is none of the drafters that are trained here (own)"),
+        ({"samples": [60, 120]}, "data_curve.samples: 2 points do not determine a law"),
+        ({"samples": [60, 120, 321]}, "data_curve.samples: 321 are asked for, but 320 prompts"),
+        ({"k": []}, "data_curve.k"),
+        ({"sample": [1]}, "did you mean 'samples'?"),
+    ],
+)
+def test_faults_of_a_data_curve_are_named(config, curve, said):
+    with pytest.raises(UserError) as error:
+        checked(config, **curve)
+    assert said in str(error.value)
+
+
+def test_more_samples_than_responses_are_refused(config):
+    config["drafters"]["own"]["samples"] = 321
+    with pytest.raises(UserError, match="drafters.own.samples: 321 are asked for, but 320 prompts .* give 320"):
+        configuration.check(config, SCHEMA)
+    config["responses"].update(samples_per_prompt=2, sampling={"max_tokens": 8, "temperature": 0.7, "seed": None})
+    configuration.check(config, SCHEMA)
+
+
+def test_a_single_response_is_not_made_greedy_by_greedy_first(config):
+    config["responses"]["greedy_first"] = True
+    with pytest.raises(UserError, match="responses.greedy_first: the only response"):
+        configuration.check(config, SCHEMA)

@@ -66,5 +66,28 @@ def test_partials_are_plain_lines(tmp_path):
     draw = random.Random(0)
     for i in range(20):
         partial.add(i, [draw.randrange(50_000) for _ in range(30)], "stop")
+    partial.flush()
     lines = (tmp_path / "p").read_text().splitlines()
     assert json.loads(lines[0]) == "key" and [json.loads(line)[0] for line in lines[1:]] == list(range(20))
+
+
+def test_finished_responses_reach_the_disk_while_others_run(tmp_path, monkeypatch):
+    """Written in batches, but not held back until the end: what a kill may lose is bounded in time."""
+    monkeypatch.setattr(responses, "FLUSH_S", 0)
+    partial = responses.Partial(tmp_path / "p", "key")
+
+    def finished():
+        yield 0, [5], "stop"
+        assert len((tmp_path / "p").read_text().splitlines()) == 2
+        yield 1, [6], "stop"
+
+    responses.collect(finished(), [0, 1], partial, 10)
+    assert len((tmp_path / "p").read_text().splitlines()) == 3
+
+
+def test_only_the_first_sample_is_greedy():
+    asked = {"temperature": 0.7, "max_tokens": 8, "top_p": 1}
+    drawn = [responses.sampling_of(asked, sample, True) for sample in range(3)]
+    assert [one["temperature"] for one in drawn] == [0, 0.7, 0.7] and asked["temperature"] == 0.7
+    assert all(one | {"temperature": 0.7} == asked for one in drawn)
+    assert responses.sampling_of(asked, 0, False) == asked

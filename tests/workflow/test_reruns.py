@@ -70,6 +70,7 @@ CHANGES = {
     "output length": (config(protocols__quick__max_tokens=40), SERVED | {"benchmark": 2}),
     "a flag of the engine": (config(**{"engines__vllm__flags__cpu__max-num-seqs": 8}), ARM | {"benchmark": 2}),
     "epochs": (config(drafters__own__settings__epochs=3), DRAFTER),
+    "samples of a drafter": (config(drafters__own__samples=20), {"build_vocabulary": 1} | DRAFTER),
     "size of the draft vocabulary": (config(drafters__own__vocabulary_size=1024), {"build_vocabulary": 1} | DRAFTER),
     "more prompts": (
         config(prompts__size=72),
@@ -81,6 +82,10 @@ CHANGES = {
         {"select_prompts": 1} | DATA,
     ),
     "seed of the prompts": (config(prompts__seed=1), {k: v for k, v in EVERYTHING.items() if k != "fetch_target"} | {"benchmark": 1}),
+    "a greedy response and sampled ones": (
+        config(responses__samples_per_prompt=2, responses__greedy_first=True, responses__sampling__temperature=0.7),
+        {"select_prompts": 1} | DATA,
+    ),
     "sampling of the responses": (config(responses__sampling__seed=1), DATA),
     "layers": (config(hidden_states__layers=[3, 14, 26]), {"select_prompts": 1} | {k: v for k, v in DATA.items() if k != "generate_responses"}),
     "chat template": (config(target__chat_template_kwargs={"thinking": False}), EVERYTHING),
@@ -149,8 +154,51 @@ def test_growth_is_nested(finished, tmp_path):
     assert planned(work) == retrained
 
 
-@pytest.mark.parametrize("experiment, shards", [("10k", 5), ("88k", 44)])
+@pytest.mark.parametrize("experiment, shards", [("10k", 1), ("88k", 8)])
 def test_large_experiments_plan_their_shards(finished, experiment, shards):
     jobs = planned(finished, config=f"experiments/{experiment}.yaml")
     assert jobs["generate_responses"] == jobs["extract_hidden_states"] == shards
     assert jobs["train_drafter"] == 1 and jobs["environment"] == 2
+
+
+POINT = {"build_vocabulary": 1, "train_drafter": 1, "evaluate_drafter": 1}
+CURVE = {"fit_data_curve": 1, "data_curve": 1}
+
+
+def times(n, jobs):
+    return {rule: n * count for rule, count in jobs.items()}
+
+
+def test_a_data_curve_trains_and_walks_its_points_and_nothing_else(finished, tmp_path):
+    work = linked_copy(finished, tmp_path / "work")
+    config(data_curve={"drafter": "own", "samples": [10, 20, 30], "k": [3]})(work)
+    assert planned(work, "data_curve") == times(3, POINT) | CURVE
+    # Nothing that is reported depends on the points, as no arm serves one.
+    assert planned(work) == {}
+
+
+def test_an_arm_may_serve_a_point(finished, tmp_path):
+    work = linked_copy(finished, tmp_path / "work")
+    arm = {"engine": "vllm", "protocol": "quick", "drafter": "own-20", "k": 3}
+    curve = {"drafter": "own", "samples": [10, 20, 30], "k": [3], "served": True}
+    config(**{"data_curve": curve, "arms__vllm-own-20-k3": arm})(work)
+    served = {"build_vocabulary": 1} | DRAFTER
+    assert planned(work) == served
+    assert (
+        planned(work, "data_curve")
+        == {rule: n for rule, n in served.items() if rule != "report"} | times(3, POINT) | CURVE
+    )
+
+
+def test_a_curve_that_is_not_there_is_asked_for_in_one_sentence(finished):
+    done = snakemake(finished, "--dry-run", "data_curve")
+    assert (
+        done.returncode != 0 and "config, data_curve: there is none; set it, for example" in done.stdout + done.stderr
+    )
+
+
+def test_the_curve_experiment_plans_a_drafter_for_each_point(finished):
+    jobs = planned(finished, "data_curve", config="experiments/data-curve.yaml")
+    assert jobs["generate_responses"] == jobs["extract_hidden_states"] == 8
+    assert {rule: jobs[rule] for rule in POINT} == times(4, POINT)
+    assert "benchmark" not in jobs and "check_drafter" not in jobs

@@ -5,6 +5,7 @@ Counters: `num_drafts` counts verification steps, `num_accepted_tokens` excludes
 """
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -184,7 +185,9 @@ def generate(
 ) -> Iterator[tuple[int, list[int], str]]:
     """Generate offline; yields (index, response token ids, finish reason) in the order of completion.
 
-    sampling[i]: temperature, max_tokens, top_p, seed. settings: vLLM engine arguments.
+    sampling[i]: temperature, max_tokens, top_p, seed. settings: vLLM engine arguments. A small target's step is mostly
+    host time, so nothing is done in it that can be left out: no statistics (they cost Python for every request and
+    step), no text, no partial outputs. Async scheduling is the engine's own default.
     """
     # In this process: an engine of its own would outlive a killed job.
     if settings.get("tensor_parallel_size", 1) == 1:
@@ -192,11 +195,21 @@ def generate(
     from vllm import EngineArgs, LLMEngine, SamplingParams, TokensPrompt
     from vllm.sampling_params import RequestOutputKind
 
-    engine = LLMEngine.from_engine_args(EngineArgs(model=model, enable_prefix_caching=False, **settings))
-    for i, (prompt, parameters) in enumerate(zip(prompts, sampling, strict=True)):
-        final = SamplingParams(**parameters, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-        engine.add_request(str(i), TokensPrompt(prompt_token_ids=prompt), final)
-    while engine.has_unfinished_requests():
+    defaults = {"enable_prefix_caching": False, "disable_log_stats": True}
+    if os.environ.get("VLLM_TARGET_DEVICE") == "cpu" and any("seed" in parameters for parameters in sampling):
+        # After a part of a prompt the request's generator is rewound, which a CPU generator cannot do (0.32.0).
+        defaults["enable_chunked_prefill"] = False
+    engine = LLMEngine.from_engine_args(EngineArgs(model=model, **defaults | settings))
+    # Enough to keep the engine full; adding all at once would leave it idle meanwhile.
+    ahead = 2 * engine.vllm_config.scheduler_config.max_num_seqs
+    waiting = enumerate(zip(prompts, sampling, strict=True))
+    while True:
+        room = ahead - engine.get_num_unfinished_requests()
+        for i, (prompt, parameters) in itertools.islice(waiting, max(room, 0)):
+            final = SamplingParams(**parameters, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+            engine.add_request(str(i), TokensPrompt(prompt_token_ids=prompt), final)
+        if not engine.has_unfinished_requests():
+            return
         for output in engine.step():
             if output.finished:
                 yield int(output.request_id), list(output.outputs[0].token_ids), output.outputs[0].finish_reason

@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# The stages of a data curve on a GPU box without Snakemake, by the workflow's own scripts (docs/howto.md):
+#
+#   ENGINE_PYTHON=/envs/vllm/bin/python MODEL_PYTHON=/envs/model/bin/python GPUS="0 1" ENGINES_PER_GPU=4 \
+#       scripts/gpu_box.sh FOLDER [generate] [extract] [vocabulary] [train] [evaluate]
+#
+# FOLDER holds target/ and prompts/pool.parquet with their manifests, and gets responses/, hidden_states/, drafters/NAME-N/.
+# Without stages, all. What is there is not made again, and a killed stage goes on where it was. The variables below, set
+# from outside, are an experiment's values; those that stand there are experiments/data-curve.yaml's.
+# shellcheck disable=SC2086 # the *_OPTIONS are words of a command line
+set -euo pipefail
+SCRIPTS=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+: "${1:?usage: gpu_box.sh FOLDER [STAGE ...]}"
+FOLDER=$(cd "$1" && pwd)
+shift
+: "${ENGINE_PYTHON:=python}" "${MODEL_PYTHON:=$ENGINE_PYTHON}" "${HARDWARE:=cuda}" "${THREADS:=8}"
+: "${GPUS:=0}" "${ENGINES_PER_GPU:=1}" # GPUS: numbers with blanks between them
+: "${SIZE:=22560}" "${SHARD_SIZE:=2820}" "${SAMPLES_PER_PROMPT:=4}" "${GREEDY_FIRST=--greedy-first}" "${ENGINE:=vllm}"
+SAMPLING=${SAMPLING:-'{"max_tokens": 256, "temperature": 0.7, "top_p": 1, "seed": 0}'}
+# A fixed cache: engines side by side would take each other's memory for their own while they measure what is free.
+SETTINGS=${SETTINGS:-'{"dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": 512, "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 17179869184}'}
+ENVIRONMENT=${ENVIRONMENT:-'{}'}
+: "${NAME:=own}" "${POINTS:=10000 20000 44000 88000}" "${VOCABULARY:=16000}" "${INITIALISE_FROM:=target}"
+TRAINING=${TRAINING:-'{"ttt_steps": 5, "epochs": 3, "learning_rate": 0.001, "batch_tokens": 8192, "seed": 0}'}
+# What the drafters learn from: hidden_states, extracted before; or responses, where the scripts take --responses and run
+# the target inside the training step.
+: "${DATA:=hidden_states}" "${EXTRACT_OPTIONS:=--batch-tokens 65536}" "${TRAIN_OPTIONS:=}"
+export ENGINE_PYTHON MODEL_PYTHON HARDWARE THREADS GPUS SCRIPTS FOLDER SHARD_SIZE SAMPLES_PER_PROMPT GREEDY_FIRST ENGINE
+export SAMPLING SETTINGS ENVIRONMENT NAME VOCABULARY INITIALISE_FROM TRAINING DATA EXTRACT_OPTIONS TRAIN_OPTIONS
+
+generate() {
+    "$ENGINE_PYTHON" "$SCRIPTS/generate_responses.py" --target "$FOLDER/target" --pool "$FOLDER/prompts/pool.parquet" \
+        --start "$1" --count "$SHARD_SIZE" --engine "$ENGINE" --sampling "$SAMPLING" $GREEDY_FIRST \
+        --samples-per-prompt "$SAMPLES_PER_PROMPT" --settings "$SETTINGS" --environment "$ENVIRONMENT" \
+        --hardware "$HARDWARE" --out "$FOLDER/responses/shard-$1.parquet"
+}
+extract() {
+    "$MODEL_PYTHON" "$SCRIPTS/extract_hidden_states.py" --target "$FOLDER/target" $EXTRACT_OPTIONS \
+        --responses "$FOLDER/responses/shard-$1.parquet" --device "$HARDWARE" --threads "$THREADS" \
+        --out "$FOLDER/hidden_states/shard-$1.safetensors"
+}
+vocabulary() {
+    "$MODEL_PYTHON" "$SCRIPTS/build_vocabulary.py" --target "$FOLDER/target" "${data[@]}" --size "$VOCABULARY" \
+        --samples "$1" --out "$FOLDER/drafters/$NAME-$1/vocabulary.safetensors"
+}
+train() {
+    "$MODEL_PYTHON" "$SCRIPTS/train_drafter.py" --target "$FOLDER/target" "${data[@]}" --samples "$1" \
+        --vocabulary "$FOLDER/drafters/$NAME-$1/vocabulary.safetensors" --settings "$TRAINING" $TRAIN_OPTIONS \
+        --initialise-from "$INITIALISE_FROM" --device "$HARDWARE" --threads "$THREADS" \
+        --out "$FOLDER/drafters/$NAME-$1/checkpoint"
+}
+evaluate() {
+    "$MODEL_PYTHON" "$SCRIPTS/evaluate_drafter.py" --target "$FOLDER/target" "${data[@]}" --device "$HARDWARE" \
+        --checkpoint "$FOLDER/drafters/$NAME-$1/checkpoint" --threads "$THREADS" \
+        --by-sequence "$FOLDER/drafters/$NAME-$1/offline_by_sequence.parquet" \
+        --out "$FOLDER/drafters/$NAME-$1/offline.parquet"
+}
+# One item of a stage, unless its result is there: on the GPU of its slot, with a log of its own.
+one() {
+    shopt -s nullglob
+    local gpus result data=("--${DATA//_/-}" "$FOLDER/$DATA"/shard-*.{parquet,safetensors})
+    read -ra gpus <<<"$GPUS"
+    case $1 in
+    generate) result=responses/shard-$2.manifest.json ;;
+    extract) result=hidden_states/shard-$2.manifest.json ;;
+    vocabulary) result=drafters/$NAME-$2/vocabulary.manifest.json ;;
+    train) result=drafters/$NAME-$2/checkpoint/manifest.json ;;
+    evaluate) result=drafters/$NAME-$2/offline.manifest.json ;;
+    esac
+    [ ! -f "$FOLDER/$result" ] || return 0
+    echo "$(date +%T) $1 $2"
+    mkdir -p "$FOLDER/logs"
+    CUDA_VISIBLE_DEVICES=${gpus[SLOT % ${#gpus[@]}]} "$1" "$2" >"$FOLDER/logs/$1-$2.log" 2>&1 ||
+        { echo "error: $1 $2 failed; see $FOLDER/logs/$1-$2.log" >&2 && return 1; }
+}
+export -f generate extract vocabulary train evaluate one
+[ $# -gt 0 ] || set -- generate extract vocabulary train evaluate
+n_gpus=$(wc -w <<<"$GPUS")
+for stage; do
+    case $stage in
+    generate | extract) items=$(seq -f %06.0f 0 "$SHARD_SIZE" $((SIZE - 1))) ;;
+    vocabulary | train | evaluate) items=$POINTS ;;
+    *) echo "error: there is no stage $stage; stages are generate, extract, vocabulary, train, evaluate" >&2 && exit 1 ;;
+    esac
+    [ "$stage $DATA" != "extract responses" ] || continue
+    at_once=$((n_gpus * $([ "$stage" = generate ] && echo "$ENGINES_PER_GPU" || echo 1)))
+    # The longest first, so that none is left over at the end.
+    tr ' ' '\n' <<<"$items" | tac | xargs -P "$at_once" --process-slot-var=SLOT -I{} bash -euo pipefail -c "one $stage {}"
+done

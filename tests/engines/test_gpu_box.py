@@ -1,0 +1,60 @@
+"""The stages without Snakemake: a killed or repeated run goes on, and the drafters' walks give a data curve's tables."""
+
+import os
+import subprocess
+
+import pytest
+
+from breakeven import artefacts, tables
+from places import ENGINE_PYTHON, MODEL_PYTHON, ROOT
+
+pytestmark = pytest.mark.engines
+VARIABLES = {
+    "ENGINE_PYTHON": ENGINE_PYTHON,
+    "MODEL_PYTHON": MODEL_PYTHON,
+    "HARDWARE": "cpu",
+    "THREADS": "2",
+    "SIZE": "16",
+    "SHARD_SIZE": "16",
+    "SAMPLES_PER_PROMPT": "2",
+    "SAMPLING": '{"max_tokens": 24, "temperature": 0.7, "seed": 0}',
+    "SETTINGS": '{"dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": 16, "enforce_eager": true}',
+    "ENVIRONMENT": '{"VLLM_CPU_KVCACHE_SPACE": "1"}',
+    "EXTRACT_OPTIONS": "",
+    "POINTS": "4 8",
+    "VOCABULARY": "2048",
+    "TRAINING": '{"ttt_steps": 2, "epochs": 1, "batch_tokens": 512}',
+}
+
+
+def box(folder, *stages, **changes):
+    command = ["bash", ROOT / "scripts/gpu_box.sh", folder, *stages]
+    return subprocess.run(command, env=os.environ | VARIABLES | changes, capture_output=True, text=True)
+
+
+def test_the_stages_of_a_box(finished, tmp_path):
+    folder = tmp_path / "a box"
+    for name in ("target", "prompts"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to(finished / "results" / name)
+    done = box(folder, "generate")
+    assert done.returncode == 0 and done.stdout.count("generate 000000") == 1, done.stdout + done.stderr
+    failed = box(folder, "train")
+    assert failed.returncode != 0 and f"error: train 8 failed; see {folder}/logs/train-8.log" in failed.stderr
+    done = box(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [line.split(" ", 1)[1] for line in done.stdout.splitlines()]
+    assert said == ["extract 000000"] + [
+        f"{stage} {n}" for stage in ("vocabulary", "train", "evaluate") for n in (8, 4)
+    ]
+    for n in (4, 8):
+        point = folder / f"drafters/own-{n}"
+        manifest = artefacts.read_manifest(point / "checkpoint/manifest.json", "drafter")
+        assert manifest["counts"]["training_sequences"] == n == manifest["parameters"]["samples"]
+        assert artefacts.read_table(point / "offline_by_sequence.parquet", tables.OFFLINE_BY_SEQUENCE).num_rows > 0
+    assert box(folder).stdout == ""
+
+
+def test_an_unknown_stage_is_named(tmp_path):
+    done = box(tmp_path, "trian")
+    assert done.returncode == 1 and "there is no stage trian; stages are generate, extract" in done.stderr
