@@ -30,6 +30,8 @@ FETCHED = configuration.fetched_drafters(config)
 REPORTED = configuration.reported_drafters(config)
 BENCHMARK_PROMPTS = configuration.benchmark_prompts(config)
 LAYERS = configuration.layers_option(config)
+ONLINE = config["hidden_states"]["mode"] == "online"
+STORED_CODEC = "none" if ONLINE else config["hidden_states"]["codec"]
 
 NO_CURVE = (
     "config, data_curve: there is none; set it, for example"
@@ -95,6 +97,23 @@ def response_settings(section):
 
 def shards(folder, suffix):
     return expand(f"results/{folder}/shard-{{shard}}.{suffix}", shard=SHARDS)
+
+
+def sequences(suffix):
+    """What drafters are trained and judged on, or its manifests: hidden-state shards, or online response shards."""
+    folder, data = (
+        ("responses", "parquet") if ONLINE else ("hidden_states", "safetensors")
+    )
+    return shards(folder, data if suffix == "data" else suffix)
+
+
+def sequences_option():
+    return "--responses" if ONLINE else "--hidden-states"
+
+
+def training_option():
+    """Stored hidden states say themselves which layers they are."""
+    return f"--layers {LAYERS} --responses" if ONLINE else "--hidden-states"
 
 
 def arm_of(wildcards):
@@ -372,9 +391,8 @@ def manifests():
             "results/prompts/pool.manifest.json",
             "results/prompts/selection.json",
         ]
-        found += shards("responses", "manifest.json") + shards(
-            "hidden_states", "manifest.json"
-        )
+        found += shards("responses", "manifest.json")
+        found += [] if ONLINE else shards("hidden_states", "manifest.json")
         for drafter in REPORTED:
             found += [
                 f"results/drafters/{drafter}/vocabulary.manifest.json",

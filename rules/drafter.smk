@@ -4,14 +4,15 @@ rule train_drafter:
         script=script("train_drafter"),
         target="results/target/manifest.json",
         vocabulary="results/drafters/{drafter}/vocabulary.safetensors",
-        states=shards("hidden_states", "safetensors"),
-        manifests=shards("hidden_states", "manifest.json"),
+        sequences=sequences("data"),
+        manifests=sequences("manifest.json"),
         start=start_files,
     output:
         manifest="results/drafters/{drafter}/checkpoint/manifest.json",
         config="results/drafters/{drafter}/checkpoint/config.json",
         weights="results/drafters/{drafter}/checkpoint/model.safetensors",
         training="results/drafters/{drafter}/checkpoint/training.parquet",
+        speed="results/drafters/{drafter}/checkpoint/speed.json",
     log:
         "logs/train_drafter/{drafter}.log",
     benchmark:
@@ -33,9 +34,10 @@ rule train_drafter:
         ),
         start=start_of,
         samples=samples_option,
+        sequences=training_option(),
         device=HARDWARE,
         folder=subpath(output.manifest, parent=True),
     shell:
         "{params.python} {input.script[0]} --target results/target --vocabulary {input.vocabulary}"
-        " --hidden-states {input.states} --settings {params.settings:q} --initialise-from {params.start:q}"
+        " {params.sequences} {input.sequences} --settings {params.settings:q} --initialise-from {params.start:q}"
         " {params.samples} --device {params.device} --threads {threads} --out {params.folder} > {log} 2>&1"

@@ -24,8 +24,9 @@ rule extract_hidden_states:
         python=python("model"),
         layers=LAYERS,
         batch_tokens=lookup("hidden_states/batch_tokens", within=config),
+        codec=lookup("hidden_states/codec", within=config),
         device=HARDWARE,
     shell:
         "{params.python} {input.script[0]} --target results/target --responses {input.responses}"
-        " --layers {params.layers} --batch-tokens {params.batch_tokens} --device {params.device}"
+        " --layers {params.layers} --codec {params.codec} --batch-tokens {params.batch_tokens} --device {params.device}"
         " --threads {threads} --out {output.states} > {log} 2>&1"

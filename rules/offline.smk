@@ -4,8 +4,8 @@ rule evaluate_drafter:
         script=script("evaluate_drafter"),
         target="results/target/manifest.json",
         checkpoint=lambda wildcards: checkpoint_files(wildcards.drafter),
-        states=shards("hidden_states", "safetensors"),
-        manifests=shards("hidden_states", "manifest.json"),
+        sequences=sequences("data"),
+        manifests=sequences("manifest.json"),
     output:
         table="results/drafters/{drafter}/offline.parquet",
         by_sequence="results/drafters/{drafter}/offline_by_sequence.parquet",
@@ -24,10 +24,11 @@ rule evaluate_drafter:
     params:
         python=python("model"),
         checkpoint=lambda wildcards: checkpoint_folder(wildcards.drafter),
+        sequences=sequences_option(),
         device=HARDWARE,
     shell:
         "{params.python} {input.script[0]} --target results/target --checkpoint {params.checkpoint}"
-        " --hidden-states {input.states} --device {params.device} --threads {threads}"
+        " {params.sequences} {input.sequences} --device {params.device} --threads {threads}"
         " --out {output.table} --by-sequence {output.by_sequence} > {log} 2>&1"
 
 

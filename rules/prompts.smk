@@ -59,7 +59,8 @@ rule select_prompts:
         samples=lookup("responses/samples_per_prompt", within=config),
         max_tokens=lookup("responses/sampling/max_tokens", within=config),
         layers=LAYERS,
+        codec=STORED_CODEC,
     shell:
         "{params.python} {input.script[0]} --pool {input.pool} --target results/target --size {params.size}"
         " --samples-per-prompt {params.samples} --max-tokens {params.max_tokens} --layers {params.layers}"
-        " --hidden-states results/hidden_states --out {output.selection} > {log} 2>&1"
+        " --codec {params.codec} --hidden-states results/hidden_states --out {output.selection} > {log} 2>&1"

@@ -4,8 +4,8 @@ rule build_vocabulary:
         script=script("build_vocabulary"),
         target="results/target/manifest.json",
         selection="results/prompts/selection.json",
-        states=shards("hidden_states", "safetensors"),
-        manifests=shards("hidden_states", "manifest.json"),
+        sequences=sequences("data"),
+        manifests=sequences("manifest.json"),
     output:
         maps="results/drafters/{drafter}/vocabulary.safetensors",
         manifest="results/drafters/{drafter}/vocabulary.manifest.json",
@@ -20,8 +20,9 @@ rule build_vocabulary:
         mem_mb=growing(8000),
     params:
         python=python("model"),
+        sequences=sequences_option(),
         size=lookup("drafters/{drafter}/vocabulary_size", within=config),
         samples=samples_option,
     shell:
-        "{params.python} {input.script[0]} --target results/target --hidden-states {input.states}"
+        "{params.python} {input.script[0]} --target results/target {params.sequences} {input.sequences}"
         " --size {params.size} {params.samples} --out {output.maps} > {log} 2>&1"

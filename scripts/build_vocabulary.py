@@ -9,23 +9,22 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from breakeven import artefacts, cli, target, vocabulary
-from breakeven.hidden_states import Sequences
+from breakeven import artefacts, cli, hidden_states, target, vocabulary
 from breakeven.provenance import check_chain
 
 
 def main() -> None:
     parser = cli.parser(__doc__)
     parser.add_argument("--target", required=True, type=Path, help="the target's folder")
-    parser.add_argument("--hidden-states", required=True, nargs="+", type=Path, help="hidden-state shards")
+    hidden_states.add_options(parser)
     parser.add_argument("--size", required=True, type=int, help="tokens in the draft vocabulary")
     parser.add_argument("--samples", type=int, help="count the first N training samples; all if not given")
     parser.add_argument("--out", required=True, type=Path, help="safetensors file to write")
     args = parser.parse_args()
-    check_chain(args.target, args.hidden_states)
+    check_chain(args.target, args.hidden_states or args.responses)
 
     size = target.text_config(args.target)["vocab_size"]
-    sequences = Sequences(args.hidden_states)
+    sequences = hidden_states.open_sequences(args)
     chosen = sequences.training(args.samples)
     training = np.bincount(sequences.tokens(chosen).numpy(), minlength=size)
     judged = [i for i, flag in enumerate(sequences.held_out) if flag]
@@ -40,7 +39,7 @@ def main() -> None:
         artefacts.manifest_path(args.out),
         "vocabulary",
         parameters={"size": args.size, "samples": args.samples, "always": always},
-        inputs={p.name: artefacts.manifest_path(p) for p in args.hidden_states},
+        inputs=hidden_states.input_manifests(args),
         counts={
             "training_sequences": len(chosen),
             "training_tokens": int(training.sum()),

@@ -2,21 +2,22 @@
 
     evaluate_drafter.py --target results/target --checkpoint results/drafters/own/checkpoint \\
         --hidden-states results/hidden_states/shard-*.safetensors --out results/drafters/own/offline.parquet
+
+With --responses in place of --hidden-states, the target gives the hidden states of the drafter's layers.
 """
 
 from pathlib import Path
 
 import torch
 
-from breakeven import artefacts, checkpoint, cli, tables, walk
-from breakeven.hidden_states import Sequences
+from breakeven import artefacts, checkpoint, cli, hidden_states, tables, walk
 
 
 def main() -> None:
     parser = cli.parser(__doc__)
     parser.add_argument("--target", required=True, type=Path, help="the target's folder")
     parser.add_argument("--checkpoint", required=True, type=Path, help="the drafter's folder")
-    parser.add_argument("--hidden-states", required=True, nargs="+", type=Path, help="hidden-state shards")
+    hidden_states.add_options(parser)
     parser.add_argument("--max-k", type=int, default=8, help="longest draft")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
@@ -26,8 +27,8 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
 
-    sequences = Sequences(args.hidden_states)
     drafter, ids = checkpoint.load(args.checkpoint, args.target, args.device)
+    sequences = hidden_states.open_sequences(args, drafter.config.layers, args.device)
     if drafter.config.layers != sequences.layers:
         raise cli.UserError(
             f"{args.checkpoint}: trained on layers {drafter.config.layers}, the hidden states hold {sequences.layers};"
@@ -49,8 +50,7 @@ def main() -> None:
         artefacts.manifest_path(args.out),
         "offline",
         parameters={"max_k": args.max_k, "sequences": "greedy held-out" if greedy else "all held-out"},
-        inputs={p.name: artefacts.manifest_path(p) for p in args.hidden_states}
-        | {"drafter": args.checkpoint / "config.json"},
+        inputs=hidden_states.input_manifests(args) | {"drafter": args.checkpoint / "config.json"},
         counts={"sequences": len(chosen), "rows": sum(len(m.matched) for m in found)},
     )
     for k in range(1, args.max_k + 1):

@@ -22,6 +22,12 @@ def main() -> None:
     parser.add_argument(
         "--layers", default="default", help="'default' (inputs of layers 2, N//2, N-3) or ids like 2,15,27"
     )
+    parser.add_argument(
+        "--codec",
+        choices=hidden_states.CODECS,
+        default="bfloat16",
+        help="how they are stored; int8 takes half the space",
+    )
     parser.add_argument("--batch-tokens", type=int, default=4096, help="padded tokens in one forward pass")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
@@ -39,7 +45,7 @@ def main() -> None:
     prompt_ids = responses["prompt_token_ids"].to_pylist()
     response_ids = responses["response_token_ids"].to_pylist()
     total = sum(map(len, prompt_ids)) + sum(map(len, response_ids))
-    needed = total * selection.bytes_per_token(config["hidden_size"], len(layers))
+    needed = total * selection.bytes_per_token(config["hidden_size"], len(layers), args.codec)
     selection.check_space(args.out.parent, needed, f"the hidden states of {total} tokens")
 
     model = target.load_model(args.target, args.device)
@@ -57,14 +63,14 @@ def main() -> None:
             f" ({args.canary:.0%} are needed); the responses come from another target, template or precision"
         )
     with artefacts.atomic(args.out) as temporary:
-        save_file(tensors, temporary)
+        save_file(hidden_states.encode_shard(tensors, args.codec), temporary)
     artefacts.write_manifest(
         artefacts.manifest_path(args.out),
         "hidden_states",
         parameters={
             "layers": layers,
             "meaning": "hidden[:, i] is the input of decoder layer layers[i]; last is before the final norm",
-            "codec": hidden_states.CODEC,
+            "codec": args.codec,
             "hidden_size": config["hidden_size"],
         },
         inputs={"responses": args.responses, "target": args.target / "manifest.json"},

@@ -25,6 +25,12 @@ def main() -> None:
         default="default",
         help="layers whose hidden states are kept, as extract_hidden_states.py takes them",
     )
+    add(
+        "--codec",
+        choices=("bfloat16", "int8", "none"),
+        default="bfloat16",
+        help="how they are stored; none: not at all",
+    )
     add("--hidden-states", type=Path, required=True, help="folder that the hidden states will go to")
     add("--out", type=Path, required=True, help="the selection, JSON in the form of a manifest")
     args = parser.parse_args()
@@ -38,7 +44,7 @@ def main() -> None:
 
     config = target.text_config(args.target)
     n_layers = len(layers_option(args.layers, config["num_hidden_layers"]))
-    per_token = selection.bytes_per_token(config["hidden_size"], n_layers)
+    per_token = selection.bytes_per_token(config["hidden_size"], n_layers, args.codec)
     responses = args.size * args.samples_per_prompt
     most = selection.most_hidden_state_bytes(
         prompt_tokens, responses, args.max_tokens, args.samples_per_prompt, per_token

@@ -4,8 +4,9 @@
         --hidden-states results/hidden_states/shard-*.safetensors --settings '{"epochs": 3}' \\
         --initialise-from target --out results/drafters/own/checkpoint
 
-Writes config.json, model.safetensors, training.parquet and manifest.json. An interrupted run continues from OUT.partial
-and ends with the same weights as an uninterrupted one.
+With --responses in place of --hidden-states nothing is stored: the target runs inside the step. Writes config.json,
+model.safetensors, training.parquet, speed.json (tokens per second, MFU, peak memory) and manifest.json. An interrupted
+run continues from OUT.partial and ends with the same weights as an uninterrupted one.
 """
 
 import json
@@ -16,11 +17,19 @@ from pathlib import Path
 import torch
 from safetensors.numpy import load_file
 
-from breakeven import artefacts, checkpoint, cli, tables, target, training
-from breakeven.drafter import Drafter, DrafterConfig, initialise_from_target, target_tensor_names
-from breakeven.hidden_states import Sequences
+from breakeven import artefacts, checkpoint, cli, hidden_states, tables, target, training
+from breakeven.conventions import layers_option
+from breakeven.drafter import (
+    Drafter,
+    DrafterConfig,
+    initialise_from_drafter,
+    initialise_from_target,
+    target_tensor_names,
+)
 from breakeven.provenance import check_chain
 from breakeven.vocabulary import target_ids
+
+VOLATILE = ("training.parquet", "speed.json")  # what the manifest does not vouch for: speed differs from run to run
 
 
 def main() -> None:
@@ -29,7 +38,12 @@ def main() -> None:
     parser.add_argument(
         "--vocabulary", required=True, type=Path, help="d2t and t2d, as build_vocabulary.py writes them"
     )
-    parser.add_argument("--hidden-states", required=True, nargs="+", type=Path, help="hidden-state shards")
+    hidden_states.add_options(parser)
+    parser.add_argument(
+        "--layers",
+        default="default",
+        help="with --responses: the target's layers, as extract_hidden_states.py takes them",
+    )
     parser.add_argument(
         "--settings", default={}, type=json.loads, help="training settings as JSON, see training.Settings"
     )
@@ -39,17 +53,21 @@ def main() -> None:
     parser.add_argument("--samples", type=int, help="train on the first N training samples; all if not given")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
+    parser.add_argument(
+        "--peak-flops", type=float, help="bf16 FLOP/s of the device, for MFU where breakeven/speed.py has none"
+    )
     parser.add_argument("--save-every", type=float, default=60, help="seconds between states to resume from")
     parser.add_argument("--out", required=True, type=Path, help="checkpoint folder to write")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    check_chain(args.target, args.hidden_states)
+    check_chain(args.target, args.hidden_states or args.responses)
 
     settings = training.Settings(**args.settings)
     torch.manual_seed(settings.seed)
-    sequences = Sequences(args.hidden_states)
     config = target.text_config(args.target)
+    layers = layers_option(args.layers, config["num_hidden_layers"])
+    sequences = hidden_states.open_sequences(args, layers, args.device, settings.batch_tokens)
     maps = load_file(args.vocabulary)
     ids = torch.from_numpy(target_ids(maps["d2t"]))
     names = target_tensor_names(config)
@@ -63,10 +81,13 @@ def main() -> None:
     if args.initialise_from == "target":
         initialise_from_target(drafter, tensors, ids)
     elif args.initialise_from != "scratch":
-        start, _ = checkpoint.load(Path(args.initialise_from), args.target, "cpu")
-        if start.config != drafter.config:
-            raise cli.UserError(f"{args.initialise_from}: this checkpoint has another shape than the drafter to train")
-        drafter.load_state_dict(start.state_dict())
+        initialise_from_target(drafter, tensors, ids)
+        start, start_ids = checkpoint.load(Path(args.initialise_from), args.target, "cpu")
+        try:
+            kept = initialise_from_drafter(drafter, ids, start, start_ids)
+        except ValueError as error:
+            raise cli.UserError(f"{args.initialise_from}: {error}") from None
+        cli.logger.info("head: %d of %d rows from %s, the others from the target", kept, len(ids), args.initialise_from)
     head = training.TargetHead(
         tensors["norm.weight"].to(args.device),
         tensors["lm_head.weight"][ids].to(args.device),
@@ -74,8 +95,10 @@ def main() -> None:
         config["rms_norm_eps"],
     )
 
-    inputs = {p.name: artefacts.manifest_path(p) for p in [args.vocabulary, *args.hidden_states]}
-    run = training.Run(drafter.to(args.device), head, sequences, settings, args.device, args.samples)
+    inputs = {args.vocabulary.name: artefacts.manifest_path(args.vocabulary)} | hidden_states.input_manifests(args)
+    run = training.Run(
+        drafter.to(args.device), head, sequences, settings, args.device, samples=args.samples, peak=args.peak_flops
+    )
     hashes = {name: artefacts.sha256(p) for name, p in inputs.items()} | {"samples": args.samples}
     key = training.fingerprint(settings, drafter, hashes)
     partial = args.out.with_name(args.out.name + ".partial")
@@ -93,6 +116,8 @@ def main() -> None:
     checkpoint.save(folder, drafter, maps["d2t"], maps["t2d"], config)
     rows = [dict.fromkeys(tables.TRAINING.names) | row for row in run.rows]
     artefacts.write_table(folder / "training.parquet", rows, tables.TRAINING)
+    artefacts.write_json(folder / "speed.json", run.meter.report())
+    cli.logger.info("speed: %s", run.meter)
     held_out = [row for row in run.rows if row["split"] == "held_out"][-1]
     artefacts.write_manifest(
         folder / "manifest.json",
@@ -108,7 +133,7 @@ def main() -> None:
         },
         held_out={"loss": held_out["loss"], "accuracy": held_out["accuracy"]},
         versions={"torch": torch.__version__},
-        files={p.name: artefacts.sha256(p) for p in sorted(folder.iterdir()) if p.name != "training.parquet"},
+        files={p.name: artefacts.sha256(p) for p in sorted(folder.iterdir()) if p.name not in VOLATILE},
     )
     shutil.rmtree(args.out, ignore_errors=True)
     folder.rename(args.out)

@@ -152,7 +152,7 @@ def plan(config: dict[str, Any], found: Found) -> Plan:
             )
             stage.loads = len(todo)
             stage.gpus = max((configuration.gpus(config, name, arm) for arm in config["arms"].values()), default=0)
-        elif name == "replay_served":
+        elif name == "replay_served" or (name == "evaluate_drafter" and online(config)):
             stage.loads = len(todo)
         if name in TIMED:
             notes += _time(stage, config, found, stated)

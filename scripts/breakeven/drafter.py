@@ -1,7 +1,8 @@
 """The EAGLE-3 drafter for Llama-like targets, in one file.
 
-Notation, used in every docstring here: B sequences, T positions, H hidden size, V target vocabulary, D draft vocabulary,
-A number of target layers whose hidden states are features (n_aux, 3 by default).
+Notation, used in every docstring here: T positions of one or more sequences, packed one behind the other; R rows that
+draft; H hidden size, V target vocabulary, D draft vocabulary, A number of target layers whose hidden states are features
+(n_aux, 3 by default). Tensors keep a leading dimension of one batch, B = 1.
 
 At position p the drafter sees the features of position p, fused by `fc`, and the embedding of token x[p+1]; it predicts
 x[p+2] (Li et al. 2025, "EAGLE-3", arXiv 2503.01840). Later draft steps of a chain that starts at row p feed the layer's
@@ -10,6 +11,7 @@ own keys of steps 1 ... t; its rotary position is p + t. Teacher-forced training
 run the same `Drafter.step`; they differ in the tokens they feed.
 """
 
+import functools
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,11 +19,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from breakeven.target import rope
 
 # cuDNN's attention plans anew for every shape, and batches differ: 55 ms a call where the kernel takes 0.1 (H200).
 torch.backends.cuda.enable_cudnn_sdp(False)
+
+BLOCK = 128  # rows and keys in a block of flex attention's mask
 
 
 @dataclass
@@ -171,6 +176,27 @@ class Layer(nn.Module):
 
 
 @dataclass
+class Rows:
+    """Where the rows that draft stand in a packed batch, R of its T positions; no sequence attends another.
+
+    index [R] int64: their places among the T positions, ascending. positions [T] int64: the place of each position in
+    its own sequence. spans: (first place, end place, first row, end row) of each sequence, for the attention sequence
+    by sequence; blocks: the mask of flex attention, which takes its place where there is one (see `row_blocks`).
+    """
+
+    index: Tensor
+    positions: Tensor
+    spans: list[tuple[int, int, int, int]]
+    blocks: BlockMask | None = None
+
+    @classmethod
+    def suffix(cls, length: int, first_row: int, device="cpu") -> "Rows":
+        """One sequence of `length` positions whose rows from `first_row` on draft."""
+        positions = torch.arange(length, device=device)
+        return cls(positions[first_row:], positions, [(0, length, 0, length - first_row)])
+
+
+@dataclass
 class Context:
     """The keys and values that a chain of draft steps attends, one entry a step.
 
@@ -211,18 +237,17 @@ class Drafter(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.lm_head.weight.dtype
 
-    def step(self, tokens: Tensor, features: Tensor, context: Context | None, first_row: int) -> tuple[Tensor, Context]:
-        """One draft step for a suffix of rows.
+    def step(self, tokens: Tensor, features: Tensor, context: Context | None, rows: Rows) -> tuple[Tensor, Context]:
+        """One draft step of the rows.
 
-        Step 0 (context None): tokens [B, T] and features [B, T, H] of all positions p = 0 ... T-1, where tokens[:, p] is
-        x[p+1]. Later steps: tokens [B, R] and features [B, R, H] of rows p = first_row ... first_row + R - 1; features
-        are the former step's output. Returns the layer's pre-norm output [B, R, H] of rows >= first_row, which is both
-        the input of `logits` and the next step's features, and the context with this step's keys and values.
+        Step 0 (context None): tokens [B, T] and features [B, T, H] of all positions p, where tokens[:, p] is x[p+1].
+        Later steps: tokens [B, R] and features [B, R, H] of the rows; features are the former step's output. Returns
+        the layer's pre-norm output [B, R, H], which is both the input of `logits` and the next step's features, and the
+        context with this step's keys and values.
         """
         layer, attention = self.midlayer, self.midlayer.self_attn
         t = 0 if context is None else len(context.keys)
-        start = 0 if context is None else first_row
-        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device) + t
+        positions = rows.positions if t == 0 else rows.positions[rows.index] + t
         if self.config.norm_output and t > 0:
             features = self.norm(features)
         embedded = F.embedding(tokens, self.embed_tokens).to(features.dtype)
@@ -233,16 +258,11 @@ class Drafter(nn.Module):
         q, k, v = attention.project(x, self.rotary, positions)
         if context is None:
             context = Context([k], [v])
-            q, features = q[:, :, first_row:], features[:, first_row:]
+            q, features = q.index_select(2, rows.index), features.index_select(1, rows.index)
         else:
             context = Context([*context.keys, k], [*context.values, v])
-        rows, width = q.shape[2], context.keys[0].shape[2]
-        attended = F.scaled_dot_product_attention(
-            q,
-            repeat_heads(torch.cat(context.keys, dim=2), q.shape[1]),
-            repeat_heads(torch.cat(context.values, dim=2), q.shape[1]),
-            attn_mask=chain_mask(rows, width, first_row, t, q.device),
-        )
+        attend = attend_by_sequence if rows.blocks is None else attend_by_blocks
+        attended = attend(q, context, rows)
         hidden = features + attention.o_proj(attended.transpose(1, 2).flatten(2))
         hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return hidden, context
@@ -262,15 +282,76 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def chain_mask(rows: int, width: int, first_row: int, steps: int, device) -> Tensor:
-    """Which keys a draft step sees: bool [rows, width + steps * rows].
+def chain_mask(rows: Tensor, width: int, steps: int) -> Tensor:
+    """Which keys a draft step sees, for rows [R] of one sequence of `width` positions: bool [R, width + steps * R].
 
-    Row i stands at position p = first_row + i. It sees step-0 keys 0 ... p and, of each later step, its own key.
+    The row at position p sees step-0 keys 0 ... p and, of each later step, its own key.
     """
-    row = torch.arange(rows, device=device)
-    causal = torch.arange(width, device=device) <= (row + first_row)[:, None]
-    own = torch.eye(rows, dtype=torch.bool, device=device)
+    causal = torch.arange(width, device=rows.device) <= rows[:, None]
+    own = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
     return torch.cat([causal, *[own] * steps], dim=1)
+
+
+def attend_by_sequence(q: Tensor, context: Context, rows: Rows) -> Tensor:
+    """Attention of queries [B, heads, R, head_dim] with a dense mask for each sequence; same shape as q."""
+    outputs = []
+    for start, end, first, last in rows.spans:
+        if first == last:
+            continue
+        keys, values = (
+            repeat_heads(torch.cat([x[0][:, :, start:end], *(own[:, :, first:last] for own in x[1:])], 2), q.shape[1])
+            for x in (context.keys, context.values)
+        )
+        mask = chain_mask(rows.index[first:last] - start, end - start, len(context.keys) - 1)
+        outputs.append(F.scaled_dot_product_attention(q[:, :, first:last], keys, values, attn_mask=mask))
+    return torch.cat(outputs, dim=2) if len(outputs) != 1 else outputs[0]
+
+
+def attend_by_blocks(q: Tensor, context: Context, rows: Rows) -> Tensor:
+    """The same attention without a dense mask: flex attention over step 0, then each row's own keys, merged exactly.
+
+    A softmax over all keys is that of [log-sum-exp over step 0, scores of the own keys], applied to [the output over
+    step 0, own values].
+    """
+    keys, values = context.keys, context.values
+    v = values[0].to(q.dtype)
+    # Inside a compiled chain it becomes part of it.
+    flex = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+    attended, extra = flex(
+        q, keys[0].to(q.dtype), v, block_mask=rows.blocks, enable_gqa=True, return_aux=AuxRequest(lse=True)
+    )
+    if len(keys) == 1:
+        return attended
+    batch, heads, count, width = q.shape
+    grouped = (batch, keys[0].shape[1], -1, count, width)  # key head by key head
+    query = q.float().view(grouped)
+    scores = [(query * k.float()[:, :, None]).sum(-1) * width**-0.5 for k in keys[1:]]
+    weights = torch.stack([extra.lse.float().view(grouped[:-1]), *scores]).softmax(dim=0)
+    merged = weights[0][..., None] * attended.float().view(grouped)
+    for weight, v in zip(weights[1:], values[1:], strict=True):
+        merged = merged + weight[..., None] * v.float()[:, :, None]
+    return merged.view(q.shape).to(q.dtype)
+
+
+@functools.cache
+def compiled_flex_attention():
+    """Flex attention as kernels of its own: without compilation it would be dense."""
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def row_blocks(counts: Tensor, indices: Tensor, starts: Tensor, index: Tensor, length: int) -> BlockMask:
+    """The mask of flex attention for rows [R] at places `index` whose sequences begin at places `starts` [R] int64.
+
+    counts [R / BLOCK] int32 and indices [R / BLOCK, length / BLOCK] int32: the blocks of keys that each block of rows
+    needs. R and length are multiples of BLOCK.
+    """
+
+    def sees(batch, head, row, key):
+        return (key >= starts[row]) & (key <= index[row])
+
+    return BlockMask.from_kv_blocks(
+        counts[None, None], indices[None, None], BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(len(index), length)
+    )
 
 
 def initialise_from_target(drafter: Drafter, target: dict[str, Tensor], target_ids: Tensor) -> None:
@@ -297,6 +378,28 @@ def initialise_from_target(drafter: Drafter, target: dict[str, Tensor], target_i
         layer.post_attention_layernorm.weight.copy_(target["post_attention_layernorm.weight"])
         drafter.norm.weight.copy_(target["norm.weight"])
         drafter.lm_head.weight.copy_(target["lm_head.weight"][target_ids])
+
+
+def initialise_from_drafter(drafter: Drafter, ids: Tensor, other: Drafter, other_ids: Tensor) -> int:
+    """Take over another drafter's weights; the draft vocabularies may differ, everything else must be the same.
+
+    ids [D], other_ids [D'] int64, ascending: target ids of the two vocabularies. Head rows go by target id; rows that
+    the other does not have are left as they are. Returns how many were taken. Raises ValueError for another shape.
+    """
+    mine, theirs = drafter.config.to_dict(), other.config.to_dict()
+    for key in mine:
+        if key != "draft_vocab_size" and mine[key] != theirs[key]:
+            raise ValueError(f"{key} is {theirs[key]}, that of the drafter to train is {mine[key]}")
+    place = torch.searchsorted(other_ids, ids).clamp(max=len(other_ids) - 1)
+    known = other_ids[place] == ids
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            source = other.get_parameter(name)
+            if name == "lm_head.weight":
+                parameter[known] = source[place[known]].to(parameter.dtype)
+            else:
+                parameter.copy_(source)
+    return int(known.sum())
 
 
 LAYER_TENSORS = (

@@ -11,8 +11,14 @@ A shard is one safetensors file: S sequences, packed one behind the other into T
     hidden      [T, A, H]     inputs of decoder layers `layers` (manifest), bfloat16
     last        [T, H]        output of the last layer, before the final norm, bfloat16
     argmax      [T] int32     the target's greedy next token after each position from the last prompt token on; -1 before
+
+That is the codec bfloat16. With int8, `hidden` and `last` are int8 with one float32 scale for each position and layer in
+`hidden_scale` [T, A] and `last_scale` [T]: value = integer * scale, a little over half the bytes.
+
+`Sequences` reads shards, `Responses` runs the target when hidden states are asked for; trainer and walk take either.
 """
 
+import argparse
 import hashlib
 import itertools
 import json
@@ -23,10 +29,32 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from breakeven import artefacts, selection
+from breakeven import artefacts, selection, tables, target
 from breakeven.cli import Progress, UserError
 
-CODEC = "bfloat16"
+CODECS = ("bfloat16", "int8")
+
+
+def encode(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codec int8 of x [..., H]: (integers [..., H] int8, scales [...] float32), the largest of a row at 127."""
+    x = x.float()
+    scale = x.abs().amax(-1) / 127
+    return (x / scale.clamp(min=1e-30)[..., None]).round().to(torch.int8), scale
+
+
+def decode(x: Tensor, scale: Tensor | None) -> Tensor:
+    """The bfloat16 values of a stored tensor, on its device; without a scale it holds them itself."""
+    return x if scale is None else (x.float() * scale[..., None]).to(torch.bfloat16)
+
+
+def encode_shard(tensors: dict[str, Tensor], codec: str) -> dict[str, Tensor]:
+    """A shard's tensors as `codec` stores them."""
+    if codec == "bfloat16":
+        return tensors
+    stored = dict(tensors)
+    for name in ("hidden", "last"):
+        stored[name], stored[f"{name}_scale"] = encode(tensors[name])
+    return stored
 
 
 @dataclass
@@ -91,17 +119,22 @@ def pad(sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
     return torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True), lengths
 
 
+def refuse_one_sided(prompts: list[list[int]], responses: list[list[int]]) -> None:
+    """UserError for a sequence without prompt or response."""
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        if not prompt or not response:
+            raise UserError(
+                f"sequence {i} has {len(prompt)} prompt and {len(response)} response tokens; both are needed"
+            )
+
+
 def extract(capture: Capture, prompts: list[list[int]], responses: list[list[int]], budget: int, device: str) -> dict:
     """Run the target over prompt + response of each sequence and return the shard's tensors (on the CPU).
 
     Sorted batches of at most `budget` padded tokens. Raises a UserError for a sequence without prompt or response,
     since a loss mask that is all false or all true trains on nothing or on everything.
     """
-    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        if not prompt or not response:
-            raise UserError(
-                f"sequence {i} has {len(prompt)} prompt and {len(response)} response tokens; both are needed"
-            )
+    refuse_one_sided(prompts, responses)
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
     starts = [0, *itertools.accumulate(lengths)]
     total, hidden_size = starts[-1], capture.model.config.get_text_config().hidden_size
@@ -175,9 +208,17 @@ class Chosen:
         held_out = [i for i, flag in enumerate(self.held_out) if flag]
         return [i for i in held_out if self.temperature[i] == 0] or held_out
 
+    def tokens(self, chosen: list[int]) -> Tensor:
+        """All response tokens of the chosen sequences, [n] int32."""
+        parts = []
+        for i in chosen:
+            loaded = self.stored(i, "token_ids", "loss_mask")
+            parts.append(loaded["token_ids"][loaded["loss_mask"]])
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
+
 
 class Sequences(Chosen):
-    """The sequences of several shards, read lazily: nothing but indices stays in memory."""
+    """The sequences of several shards, mapped into memory: nothing is read before it is asked for."""
 
     def __init__(self, paths: list[Path]):
         from safetensors import safe_open
@@ -185,21 +226,28 @@ class Sequences(Chosen):
         super().__init__()
         self.files, self.index = [], []
         self.layers: list[int] = []
+        self.codec = None
         for number, path in enumerate(paths):
-            manifest = artefacts.read_manifest(artefacts.manifest_path(path), "hidden_states")
-            layers = manifest["parameters"]["layers"]
-            if self.layers and layers != self.layers:
+            parameters = artefacts.read_manifest(artefacts.manifest_path(path), "hidden_states")["parameters"]
+            if parameters["codec"] not in CODECS:
                 raise UserError(
-                    f"{path}: holds layers {layers}, the shards before it {self.layers}; extract them again"
+                    f"{path}: the codec {parameters['codec']!r} is unknown, known are {', '.join(CODECS)};"
+                    " extract the hidden states again"
                 )
-            self.layers = layers
-            file = safe_open(path, "pt")
-            if "temperature" not in file.keys():  # noqa: SIM118
+            for key in ("layers", "codec"):
+                if number and parameters[key] != getattr(self, key):
+                    raise UserError(
+                        f"{path}: holds {key} {parameters[key]}, the shards before it {getattr(self, key)};"
+                        " extract them again"
+                    )
+            self.layers, self.codec = parameters["layers"], parameters["codec"]
+            with safe_open(path, "pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if "temperature" not in tensors:
                 raise UserError(f"{path}: it does not say at which temperature it was sampled; extract it again")
-            self.files.append({name: file.get_slice(name) for name in file.keys()})  # noqa: SIM118
-            starts = file.get_tensor("cu_seqlens").tolist()
-            self.index += [(number, a, b) for a, b in itertools.pairwise(starts)]
-            self.add({name: file.get_tensor(name) for name in ("held_out", "temperature", "conversation")})
+            self.files.append(tensors)
+            self.index += [(number, a, b) for a, b in itertools.pairwise(tensors["cu_seqlens"].tolist())]
+            self.add(tensors)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -208,18 +256,90 @@ class Sequences(Chosen):
         _, start, end = self.index[i]
         return end - start
 
-    def load(self, i: int, *names: str) -> dict[str, Tensor]:
-        """Tensors of sequence i, e.g. load(i, "token_ids", "hidden")."""
-        number, start, end = self.index[i]
-        return {name: self.files[number][name][start:end] for name in names}
+    def response_length(self, i: int) -> int:
+        return int(self.stored(i, "loss_mask")["loss_mask"].sum())
 
-    def tokens(self, chosen: list[int]) -> Tensor:
-        """All response tokens of the chosen sequences, [n] int32."""
-        parts = []
-        for i in chosen:
-            loaded = self.load(i, "token_ids", "loss_mask")
-            parts.append(loaded["token_ids"][loaded["loss_mask"]])
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
+    def stored(self, i: int, *names: str) -> dict[str, Tensor]:
+        """Tensors of sequence i as they are stored, views of the file; scales come with their tensors."""
+        number, start, end = self.index[i]
+        file = self.files[number]
+        scales = [f"{name}_scale" for name in names if f"{name}_scale" in file]
+        return {name: file[name][start:end] for name in (*names, *scales)}
+
+    def load(self, i: int, *names: str) -> dict[str, Tensor]:
+        """Tensors of sequence i, e.g. load(i, "token_ids", "hidden"), decoded."""
+        found = self.stored(i, *names)
+        return {name: decode(found[name], found.get(f"{name}_scale")) for name in names}
+
+
+class Responses(Chosen):
+    """The same sequences without a store: token ids from response shards, hidden states from the target when asked for.
+
+    `capture` may be None where only tokens are read. `budget`: padded tokens in one forward pass.
+    """
+
+    def __init__(self, paths: list[Path], capture: Capture | None = None, budget: int = 8192):
+        super().__init__()
+        self.capture, self.budget = capture, budget
+        self.prompts: list[list[int]] = []
+        self.responses: list[list[int]] = []
+        for path in paths:
+            table = artefacts.read_table(path, tables.RESPONSES)
+            self.prompts += table["prompt_token_ids"].to_pylist()
+            self.responses += table["response_token_ids"].to_pylist()
+            self.add(about_sequences(table))
+        refuse_one_sided(self.prompts, self.responses)
+        self.layers = capture.layers if capture else []
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def length(self, i: int) -> int:
+        return len(self.prompts[i]) + len(self.responses[i])
+
+    def response_length(self, i: int) -> int:
+        return len(self.responses[i])
+
+    def stored(self, i: int, *names: str) -> dict[str, Tensor]:
+        """token_ids [T] int32 and loss_mask [T] bool of sequence i; nothing else is stored."""
+        token_ids = torch.tensor(self.prompts[i] + self.responses[i], dtype=torch.int32)
+        loss_mask = torch.arange(len(token_ids)) >= len(self.prompts[i])
+        return {"token_ids": token_ids, "loss_mask": loss_mask}
+
+    def load(self, i: int, *names: str) -> dict[str, Tensor]:
+        """Tensors of sequence i as a shard has them; hidden states and argmax come from the target, on its device."""
+        found = self.stored(i)
+        if set(names) - set(found):
+            device = self.capture.model.device
+            ids = found["token_ids"].long()[None].to(device)
+            captured = self.capture(ids, torch.tensor([ids.shape[1]], device=device))
+            greedy = self.capture.logits(captured.last[0]).argmax(-1).int()
+            greedy[: len(self.prompts[i]) - 1] = -1
+            found |= {"hidden": captured.features[0], "last": captured.last[0], "argmax": greedy}
+        return {name: found[name] for name in names}
+
+
+@torch.no_grad()
+def captured_states(capture: Capture, tokens: Tensor, lengths: list[int], budget: int) -> tuple[Tensor, Tensor]:
+    """Hidden states of packed sequences: tokens [T] int64 on the target's device -> features [T, A, H], last [T, H].
+
+    T may exceed the sum of `lengths`; positions beyond it are zero. The target sees the sequences right-padded, in
+    batches of at most `budget` padded tokens.
+    """
+    starts = [0, *itertools.accumulate(lengths)]
+    places = [torch.arange(a, b) for a, b in itertools.pairwise(starts)]
+    size = capture.model.config.get_text_config().hidden_size
+    # Made outside inference mode, since training keeps them for the backward pass.
+    features = torch.zeros(len(tokens), len(capture.layers), size, dtype=torch.bfloat16, device=tokens.device)
+    last = torch.zeros(len(tokens), size, dtype=torch.bfloat16, device=tokens.device)
+    for batch in batches(lengths, budget):
+        index, sizes = pad([places[i] for i in batch])
+        mask = torch.arange(index.shape[1]) < sizes[:, None]
+        packed, padded = index[mask].to(tokens.device), mask.flatten().nonzero()[:, 0].to(tokens.device)
+        captured = capture(tokens[index.to(tokens.device)], sizes.to(tokens.device))
+        features[packed] = captured.features.flatten(0, 1)[padded].to(features.dtype)
+        last[packed] = captured.last.flatten(0, 1)[padded].to(last.dtype)
+    return features, last
 
 
 class InMemory:
@@ -239,3 +359,31 @@ class InMemory:
     def load(self, i: int, *names: str) -> dict[str, Tensor]:
         start, end = self.index[i]
         return {name: self.tensors[name][start:end] for name in names}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The two ways to hand sequences to a script; `open_sequences` reads them."""
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--hidden-states", nargs="+", type=Path, default=[], help="hidden-state shards")
+    group.add_argument(
+        "--responses", nargs="+", type=Path, default=[], help="response shards; the target itself gives hidden states"
+    )
+
+
+def open_sequences(
+    args: argparse.Namespace, layers: list[int] | None = None, device: str = "cpu", budget: int = 8192
+) -> Sequences | Responses:
+    """Sequences of the shards that `add_options` asked for.
+
+    From responses, with `layers`, hidden states come from the target in the folder args.target, on `device`, with at
+    most `budget` padded tokens in one forward pass; without, there are only tokens.
+    """
+    if args.hidden_states:
+        return Sequences(args.hidden_states)
+    capture = Capture(target.load_model(args.target, device), layers) if layers is not None else None
+    return Responses(args.responses, capture, budget)
+
+
+def input_manifests(args: argparse.Namespace) -> dict[str, Path]:
+    """The manifests of those shards, by shard."""
+    return {path.name: artefacts.manifest_path(path) for path in [*args.hidden_states, *args.responses]}

@@ -10,19 +10,24 @@ it, the position is masked in the loss and counts as wrong in every accuracy.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from breakeven import artefacts
 from breakeven.cli import Progress, UserError, logger
-from breakeven.drafter import Drafter, autocast
-from breakeven.hidden_states import Sequences, pad
+from breakeven.crossentropy import soft_cross_entropy
+from breakeven.drafter import BLOCK, Drafter, Rows, autocast, row_blocks
+from breakeven.hidden_states import Responses, Sequences, captured_states, decode
+from breakeven.speed import Meter, training_flops
 
 
 @dataclass
@@ -37,50 +42,179 @@ class Settings:
     final_learning_rate: float = 0.05  # share of the peak that the cosine ends at
     weight_decay: float = 0.0
     gradient_clip: float = 1.0
-    batch_tokens: int = 512  # padded tokens in a batch; at least one sequence
+    batch_tokens: int = 512  # tokens in a batch, prompts included; at least one sequence
     seed: int = 0
 
 
 @dataclass
 class Batch:
-    """Right-padded sequences. tokens [B, T] int64, features [B, T, A, H], last [B, T, H], argmax [B, T] int64 (-1 where
-    unknown), mask [B, T] bool, true for response tokens; first_row: the first row that is trained."""
+    """Sequences packed one behind the other into T positions, R rows of which draft; S training-time-test steps.
+
+    A row is a position p from which an engine can start a chain: x[p+2] is a response token. The label positions p+1+s
+    of all rows and steps are those of step 0, so labels are numbered like rows: label l is position index[l] + 1.
+
+    tokens [T] int64; lengths of the sequences; positions [T] int64 in their own sequence; index [R] and starts [R]
+    int64, places of the rows and of the first position of their sequence; source [S, R] int64 and counted [S, R] bool:
+    at step s, label l is predicted by row source[s, l], if counted. features [T, A, H] and last [T, H] as stored, with
+    scales if the codec has them; argmax [T] int64, the target's greedy next token, -1 where unknown; these three are
+    None where the target is still to be run. spans, counts, indices: see drafter.Rows and row_blocks.
+    Behind the sequences there may be padding: positions that no row sees, rows that are never counted.
+    """
 
     tokens: Tensor
-    features: Tensor
-    last: Tensor
-    argmax: Tensor
-    mask: Tensor
-    first_row: int
+    lengths: list[int]
+    positions: Tensor
+    index: Tensor
+    starts: Tensor
+    source: Tensor
+    counted: Tensor
+    features: Tensor | None
+    features_scale: Tensor | None
+    last: Tensor | None
+    last_scale: Tensor | None
+    argmax: Tensor | None
+    spans: list[tuple[int, int, int, int]]
+    counts: Tensor | None
+    indices: Tensor | None
+    flops: tuple[int, int, int, int]  # tokens, rows, counted pairs, keys seen: arguments of speed.training_flops
+
+    def to(self, device: str) -> "Batch":
+        """The batch on a device; copies from pinned memory do not wait."""
+        tensors = {
+            f.name: x.to(device, non_blocking=True)
+            for f in fields(self)
+            if isinstance(x := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **tensors)
+
+    def rows(self) -> Rows:
+        if self.counts is None:
+            return Rows(self.index, self.positions, self.spans)
+        blocks = row_blocks(self.counts, self.indices, self.starts, self.index, len(self.tokens))
+        return Rows(self.index, self.positions, [], blocks)
 
 
-def collate(sequences: Sequences, indices: list[int], device: str) -> Batch:
-    """Load and pad sequences. Rows before all responses need no queries: only their keys and values matter."""
-    loaded = [sequences.load(i, "token_ids", "loss_mask", "hidden", "last", "argmax") for i in indices]
-    tokens, _ = pad([s["token_ids"].long() for s in loaded])
-    argmax = torch.nn.utils.rnn.pad_sequence([s["argmax"].long() for s in loaded], batch_first=True, padding_value=-1)
-    mask, _ = pad([s["loss_mask"] for s in loaded])
-    features, _ = pad([s["hidden"] for s in loaded])
-    last, _ = pad([s["last"] for s in loaded])
-    first = min(int(s["loss_mask"].nonzero()[0]) for s in loaded)
-    tensors = (x.to(device, non_blocking=True) for x in (tokens, features, last, argmax, mask))
-    return Batch(*tensors, first_row=max(0, first - 2))
+def join(parts: list[Tensor], length: int, pin: bool) -> Tensor:
+    """Concatenate along the first dimension into `length` entries, the rest zero."""
+    joined = torch.empty((length, *parts[0].shape[1:]), dtype=parts[0].dtype, pin_memory=pin)
+    used = sum(map(len, parts))
+    torch.cat(parts, out=joined[:used])
+    joined[used:] = 0
+    return joined
+
+
+def collate(
+    sequences: Sequences | Responses, indices: list[int], steps: int, shape: tuple[int, int] | None = None
+) -> Batch:
+    """Pack sequences on the CPU. With a shape, T and R are padded to it, pinned, and attention is by blocks."""
+    parts = [sequences.stored(i, "token_ids", "loss_mask", "hidden", "last", "argmax") for i in indices]
+    lengths = [len(part["token_ids"]) for part in parts]
+    used, pin = sum(lengths), shape is not None and torch.cuda.is_available()
+    mask = torch.cat([part["loss_mask"] for part in parts]).numpy()
+    starts_of = np.cumsum([0, *lengths[:-1]])
+    start = np.repeat(starts_of, lengths)  # [T]
+    predicted = np.flatnonzero(mask)
+    index = predicted[predicted - 2 >= start[predicted]] - 2
+    starts = start[index]
+    number = np.full(used, -1)
+    number[index] = np.arange(len(index))
+    earlier = index - np.arange(steps)[:, None]  # [S, R]
+    source = number[np.maximum(earlier, 0)]
+    counted = (earlier >= starts) & (source >= 0)
+    positions = np.arange(used) - start
+    ends = np.searchsorted(index, [*starts_of[1:], used])
+    firsts = [0, *ends[:-1]]
+    spans = [
+        (int(a), int(a + n), int(r0), int(r1)) for a, n, r0, r1 in zip(starts_of, lengths, firsts, ends, strict=True)
+    ]
+    flops = used, len(index), int(counted.sum()), int((positions[index] + 1).sum())
+    counts = blocks = None
+    length = used
+    if shape is not None:
+        length, height = shape
+        spare = height - len(index)
+        # Rows of padding see padding, or repeat a last row: their results are finite and never used.
+        index = np.pad(index, (0, spare), constant_values=length - 1)
+        starts = np.pad(starts, (0, spare), constant_values=used if used < length else starts_of[-1])
+        source, counted = np.pad(source, ((0, 0), (0, spare))), np.pad(counted, ((0, 0), (0, spare)))
+        positions = np.pad(positions, (0, length - used))
+        low = starts.reshape(-1, BLOCK).min(1) // BLOCK
+        counts = index.reshape(-1, BLOCK).max(1) // BLOCK - low + 1
+        blocks = np.minimum(low[:, None] + np.arange(length // BLOCK), length // BLOCK - 1)
+
+    def tensor(x, dtype=torch.int64):
+        made = torch.from_numpy(np.ascontiguousarray(x)).to(dtype)
+        return made.pin_memory() if pin else made
+
+    stored = {name: join([part[name] for part in parts], length, pin) for name in parts[0] if name != "loss_mask"}
+    argmax = stored.get("argmax")
+    return Batch(
+        tokens=stored["token_ids"].long(),
+        lengths=lengths,
+        positions=tensor(positions),
+        index=tensor(index),
+        starts=tensor(starts),
+        source=tensor(np.maximum(source, 0)),
+        counted=tensor(counted, torch.bool),
+        features=stored.get("hidden"),
+        features_scale=stored.get("hidden_scale"),
+        last=stored.get("last"),
+        last_scale=stored.get("last_scale"),
+        argmax=None if argmax is None else argmax.long(),
+        spans=spans,
+        counts=None if counts is None else tensor(counts, torch.int32),
+        indices=None if blocks is None else tensor(blocks, torch.int32),
+        flops=flops,
+    )
+
+
+@torch.no_grad()
+def prepare(batch: Batch, sequences: Sequences | Responses, device: str) -> Batch:
+    """A collated batch on the device, hidden states decoded, or computed by the target where they are not stored."""
+    batch = batch.to(device)
+    if batch.features is not None:
+        features, last = decode(batch.features, batch.features_scale), decode(batch.last, batch.last_scale)
+        return replace(batch, features=features, last=last)
+    features, last = captured_states(sequences.capture, batch.tokens, batch.lengths, sequences.budget)
+    argmax = torch.full_like(batch.tokens, -1)
+    for labels in (batch.index + 1).clamp(max=len(batch.tokens) - 1).split(2048):
+        argmax[labels] = sequences.capture.logits(last[labels]).argmax(-1)
+    return replace(batch, features=features, last=last, argmax=argmax)
 
 
 def epoch_batches(lengths: list[int], indices: list[int], budget: int, seed: int, epoch: int) -> list[list[int]]:
-    """The batches of one epoch: a seeded shuffle, neighbours sorted by length within windows to limit padding."""
+    """The batches of one epoch: a seeded shuffle, cut where the next sequence would exceed `budget` tokens."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    order = [indices[i] for i in torch.randperm(len(indices), generator=generator).tolist()]
-    batches, window = [], 64
-    for at in range(0, len(order), window):
-        batch: list[int] = []
-        for i in sorted(order[at : at + window], key=lambda i: (lengths[i], i)):
-            if batch and (len(batch) + 1) * lengths[i] > budget:
-                batches.append(batch)
-                batch = []
-            batch.append(i)
-        batches.append(batch)
-    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+    batches: list[list[int]] = []
+    filled = budget
+    for at in torch.randperm(len(indices), generator=generator).tolist():
+        i = indices[at]
+        if filled + lengths[i] > budget:
+            batches.append([])
+            filled = 0
+        batches[-1].append(i)
+        filled += lengths[i]
+    return batches
+
+
+def ahead(make: Callable[[Any], Any], items: Iterable[Any], workers: int) -> Iterator[Any]:
+    """make(item) for every item, in order; `workers` threads prepare the next ones (0: none, made when asked for)."""
+    if not workers:
+        yield from map(make, items)
+        return
+    # One thread each for what they compute: teams of threads would crowd out the one that feeds the device.
+    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        waiting: deque[Future] = deque()
+        try:
+            for item in items:
+                waiting.append(pool.submit(make, item))
+                if len(waiting) > 2 * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
 
 
 @dataclass
@@ -101,47 +235,42 @@ class TargetHead:
         return F.linear(normed.to(self.rows.dtype), self.rows)
 
 
-def chain_labels(batch: Batch, head: TargetHead, step: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which rows of training-time-test step `step` are trained, and on what.
-
-    Returns (counted [B, R] bool, trained [B, R] bool, position [R] int64): counted rows predict a response token,
-    trained ones also have their greedy label in the draft vocabulary; position is the label's p+1+t, clamped.
-    """
-    length = batch.tokens.shape[1]
-    row = torch.arange(batch.first_row, batch.first_row + rows, device=batch.tokens.device)
-    predicted, label = row + 2 + step, row + 1 + step
-    starts = batch.mask[:, (row + 2).clamp(max=length - 1)]
-    counted = starts & batch.mask[:, predicted.clamp(max=length - 1)] & (predicted < length)
-    label = label.clamp(max=length - 1)
-    greedy = batch.argmax[:, label]
-    counted &= greedy >= 0
-    return counted, counted & head.in_vocabulary[greedy.clamp(min=0)], label
+def unroll(drafter: Drafter, tokens: Tensor, features: Tensor, rows: Rows, steps: int) -> Tensor:
+    """Pre-norm outputs [S, R, H] of all training-time-test steps, the true tokens fed. tokens [T], features [T, A, H]."""
+    following = F.pad(tokens, (0, steps + 1))
+    hidden, context = drafter.fuse(features[None]), None
+    outputs = []
+    for step in range(steps):
+        fed = following[1 : len(tokens) + 1] if step == 0 else following[rows.index + 1 + step]
+        hidden, context = drafter.step(fed[None], hidden, context, rows)
+        outputs.append(hidden[0])
+    return torch.stack(outputs)
 
 
-def chain_loss(drafter: Drafter, head: TargetHead, batch: Batch, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
+def chain_loss(
+    drafter: Drafter, head: TargetHead, batch: Batch, settings: Settings, unrolled: Callable[..., Tensor] = unroll
+) -> tuple[Tensor, Tensor, Tensor]:
     """Loss of one batch, and per step the number of right greedy predictions and of counted rows.
 
-    Returns (loss [], right [steps] int64, counted [steps] int64). Loss: per step the mean over trained rows of the
-    cross-entropy against softmax(target logits over the draft vocabulary), steps weighted by step_decay**t.
+    Returns (loss [], right [S] int64, counted [S] int64). Loss: per step the mean over trained rows of the
+    cross-entropy against softmax(target logits over the draft vocabulary), steps weighted by step_decay**t. Counted
+    rows predict a response token; trained ones also have their greedy label in the draft vocabulary.
     """
-    tokens = F.pad(batch.tokens, (0, settings.ttt_steps + 1))
-    length, first = batch.tokens.shape[1], batch.first_row
-    hidden, context = drafter.fuse(batch.features), None
-    losses, right, counts = [], [], []
-    for step in range(settings.ttt_steps):
-        start = 0 if step == 0 else first
-        hidden, context = drafter.step(tokens[:, start + 1 + step : length + 1 + step], hidden, context, first)
-        counted, trained, label = chain_labels(batch, head, step, hidden.shape[1])
-        at = trained.nonzero(as_tuple=True)
-        logits = drafter.logits(hidden[at]).float()
-        with torch.no_grad():
-            target = head.logits(batch.last[at[0], label[at[1]]]).float()
-        losses.append(F.cross_entropy(logits, target.softmax(-1)) if len(logits) else logits.sum())
-        right.append((logits.argmax(-1) == target.argmax(-1)).sum())
-        counts.append(counted.sum())
-    weights = torch.tensor([settings.step_decay**t for t in range(settings.ttt_steps)], device=batch.tokens.device)
-    loss = (torch.stack(losses) * weights).sum() / weights.sum()
-    return loss, torch.stack(right), torch.stack(counts)
+    hidden = unrolled(drafter, batch.tokens, batch.features, batch.rows(), settings.ttt_steps)
+    label, source = (batch.index + 1).clamp(max=len(batch.tokens) - 1), batch.source
+    greedy = batch.argmax[label]
+    counted = batch.counted & (greedy >= 0)
+    trained = counted & head.in_vocabulary[greedy.clamp(min=0)]
+    counts = counted.sum(1)
+    if label.device.type == "cpu":  # a GPU would have to wait for their number, and its shapes would change
+        kept = trained.any(0).nonzero()[:, 0]
+        label, source, trained = label[kept], source[:, kept], trained[:, kept]
+    decay = settings.step_decay ** torch.arange(settings.ttt_steps, device=label.device)
+    weights = (decay / decay.sum() / trained.sum(1).clamp(min=1))[:, None] * trained
+    flat = source + len(batch.index) * torch.arange(settings.ttt_steps, device=label.device)[:, None]
+    picked = hidden.flatten(0, 1).index_select(0, flat.flatten()).view(*flat.shape, -1)
+    loss, right = soft_cross_entropy(drafter.norm(picked), drafter.lm_head.weight, batch.last[label], head, weights)
+    return loss, (right & trained).sum(1), counts
 
 
 def learning_rate(settings: Settings, step: int, total: int) -> float:
@@ -154,41 +283,35 @@ def learning_rate(settings: Settings, step: int, total: int) -> float:
     return settings.learning_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-@torch.no_grad()
-def validate(
-    drafter: Drafter, head: TargetHead, sequences: Sequences, settings: Settings, device: str
-) -> dict[str, Any]:
-    """Loss and per-step accuracy on the held-out sequences."""
-    held_out = [i for i, flag in enumerate(sequences.held_out) if flag]
-    lengths = [sequences.length(i) for i in range(len(sequences))]
-    losses, right, counted = [], torch.zeros(settings.ttt_steps), torch.zeros(settings.ttt_steps)
-    for indices in epoch_batches(lengths, held_out, settings.batch_tokens, 0, 0) if held_out else []:
-        with autocast(device):
-            loss, hits, counts = chain_loss(drafter, head, collate(sequences, indices, device), settings)
-        losses.append(loss.item() * len(indices))
-        right, counted = right + hits.cpu(), counted + counts.cpu()
-    accuracy = (right / counted.clamp(min=1)).tolist()
-    return {"loss": sum(losses) / len(held_out) if held_out else None, "accuracy": accuracy if held_out else None}
-
-
 class Run:
-    """One training run: model, optimizer and the place in the data, which `save` and `resume` keep in one file."""
+    """One training run: model, optimizer and the place in the data, which `save` and `resume` keep in one file.
+
+    On CUDA all batches have one shape, the chain of steps is compiled, threads prepare the batches, and losses are read
+    LAG steps later, so that nothing waits for the device.
+    """
+
+    LAG = 8
+    WORKERS = 4
 
     def __init__(
         self,
         drafter: Drafter,
         head: TargetHead,
-        sequences: Sequences,
+        sequences: Sequences | Responses,
         settings: Settings,
         device: str,
         samples: int | None = None,
+        peak: float | None = None,
     ):
         self.drafter, self.head, self.sequences = drafter, head, sequences
-        self.settings, self.device = settings, device
+        self.settings, self.device, self.cuda = settings, device, device.startswith("cuda")
         self.training = sequences.training(samples)
+        self.held_out = [i for i, flag in enumerate(sequences.held_out) if flag]
         if not self.training:
             raise UserError("there is no training sequence: every prompt is held out; raise prompts.size")
         self.lengths = [sequences.length(i) for i in range(len(sequences))]
+        self.shape = self._shape() if self.cuda else None
+        self.unroll = torch.compile(unroll, dynamic=False) if self.cuda else unroll
         self.optimizer = torch.optim.AdamW(
             drafter.parameters(),
             lr=settings.learning_rate,
@@ -198,9 +321,54 @@ class Run:
         )
         self.epoch, self.position, self.step, self.tokens = 0, 0, 0, 0
         self.rows: list[dict[str, Any]] = []
+        self.note = ""  # the last loss that was read
+        self.unread: deque[tuple[dict[str, Any], Tensor, Any]] = deque()
+        self.meter = Meter(device, peak)
 
     def batches(self, epoch: int) -> list[list[int]]:
         return epoch_batches(self.lengths, self.training, self.settings.batch_tokens, self.settings.seed, epoch)
+
+    def validation_batches(self) -> list[list[int]]:
+        return epoch_batches(self.lengths, self.held_out, self.settings.batch_tokens, 0, 0)
+
+    def _shape(self) -> tuple[int, int]:
+        """T and R that all batches of the run are padded to: the budget, and the most response tokens of a batch."""
+        answers = [self.sequences.response_length(i) for i in range(len(self.sequences))]
+        batches = [batch for epoch in range(self.settings.epochs) for batch in self.batches(epoch)]
+        fitting = [b for b in batches + self.validation_batches() if len(b) > 1] or [[]]
+        rows = max(sum(answers[i] for i in batch) for batch in fitting)
+        return rounded(self.settings.batch_tokens), rounded(max(rows, 1))
+
+    def _collate(self, indices: list[int]) -> Batch:
+        shape = self.shape
+        if shape is not None:
+            rows = sum(self.sequences.response_length(i) for i in indices)
+            # A sequence longer than the budget has a shape of its own: doubled until it fits, so that few are compiled.
+            while sum(self.lengths[i] for i in indices) > shape[0]:
+                shape = (2 * shape[0], shape[1])
+            while rows > shape[1]:
+                shape = (shape[0], 2 * shape[1])
+        return collate(self.sequences, indices, self.settings.ttt_steps, shape)
+
+    def _batches(self, batches: list[list[int]]) -> Iterator[Batch]:
+        """Prepared batches on the device; on CUDA the next one is copied there, on a stream of its own, meanwhile."""
+        collated = ahead(self._collate, batches, self.WORKERS if self.cuda else 0)
+        for batch in copied_ahead(collated, self.device) if self.cuda else collated:
+            yield prepare(batch, self.sequences, self.device)
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, Any]:
+        """Loss and per-step accuracy on the held-out sequences; None without any."""
+        if not self.held_out:
+            return {"loss": None, "accuracy": None}
+        found = []
+        for batch in self._batches(self.validation_batches()):
+            with autocast(self.device):
+                loss, right, counted = chain_loss(self.drafter, self.head, batch, self.settings, self.unroll)
+            found.append(torch.cat([loss[None] * len(batch.lengths), right, counted]).double())
+        total = torch.stack(found).sum(0).cpu()
+        right, counted = total[1:].chunk(2)
+        return {"loss": total[0].item() / len(self.held_out), "accuracy": (right / counted.clamp(min=1)).tolist()}
 
     def state(self) -> dict[str, Any]:
         return {
@@ -212,6 +380,7 @@ class Run:
         }
 
     def save(self, path: Path, fingerprint: str) -> None:
+        self.read()
         with artefacts.atomic(path) as temporary:
             torch.save({"fingerprint": fingerprint, **self.state()}, temporary)
 
@@ -232,55 +401,109 @@ class Run:
         return True
 
     def steps(self) -> Iterator[dict[str, Any]]:
-        """Train to the end, yielding the row of each optimizer step and of each validation (after every epoch)."""
+        """Train to the end, yielding the row of each optimizer step and of each validation (after every epoch).
+
+        Loss, accuracy and gradient norm of an optimizer step are filled in when they have been read, LAG steps later.
+        """
         settings = self.settings
         total = sum(len(self.batches(epoch)) for epoch in range(settings.epochs))
         expected = settings.epochs * sum(self.lengths[i] for i in self.training)
         with Progress(expected, "tok", "training", done=self.tokens) as progress:
             while self.epoch < settings.epochs:
-                batches = self.batches(self.epoch)
-                while self.position < len(batches):
-                    row = self._optimize(batches[self.position], total)
+                self.meter.start()
+                for batch in self._batches(self.batches(self.epoch)[self.position :]):
+                    row = self._optimize(batch, total)
                     self.rows.append(row)
                     self.position += 1
                     self.step += 1
-                    done = sum(self.lengths[i] for i in batches[self.position - 1])
-                    self.tokens += done
-                    progress.add(done, f"loss {row['loss']:.3f}")
+                    self.tokens += sum(batch.lengths)
+                    self.read(self.LAG if self.cuda else 0)
+                    progress.add(sum(batch.lengths), self.note)
+                    if self.meter.add(
+                        batch.flops[0], training_flops(self.drafter.config, settings.ttt_steps, *batch.flops)
+                    ):
+                        self.read()
+                        self.meter.restart()
                     yield row
+                self.read()
+                self.meter.stop()
                 self.epoch, self.position = self.epoch + 1, 0
                 row = {"step": self.step, "epoch": self.epoch, "split": "held_out", "tokens": self.tokens}
-                row |= validate(self.drafter, self.head, self.sequences, settings, self.device)
+                row |= self.validate()
                 self.rows.append(row)
                 if row["loss"] is not None:
                     accuracy = ", ".join(f"{a:.3f}" for a in row["accuracy"])
                     logger.info("epoch %d: held-out loss %.3f, accuracy %s", self.epoch, row["loss"], accuracy)
                 yield row
 
-    def _optimize(self, indices: list[int], total: int) -> dict[str, Any]:
+    def _optimize(self, batch: Batch, total: int) -> dict[str, Any]:
         rate = learning_rate(self.settings, self.step, total)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        batch = collate(self.sequences, indices, self.device)
         with autocast(self.device):
-            loss, right, counted = chain_loss(self.drafter, self.head, batch, self.settings)
+            loss, right, counted = chain_loss(self.drafter, self.head, batch, self.settings, self.unroll)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.settings.gradient_clip)
         self.optimizer.step()
-        value = loss.item()
-        if not math.isfinite(value):
-            raise UserError(f"the loss is {value} at optimizer step {self.step}; lower drafters.NAME.learning_rate")
-        return {
+        row = {
             "step": self.step,
             "epoch": self.epoch + 1,
             "split": "train",
-            "loss": value,
-            "accuracy": (right / counted.clamp(min=1)).tolist(),
+            "loss": None,
+            "accuracy": None,
             "learning_rate": rate,
-            "gradient_norm": norm.item(),
+            "gradient_norm": None,
             "tokens": self.tokens,
         }
+        results = torch.cat([loss.detach()[None], norm[None], right / counted.clamp(min=1)])
+        done = None
+        if self.cuda:
+            results = torch.empty(results.shape, dtype=results.dtype, pin_memory=True).copy_(results, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        self.unread.append((row, results, done))
+        return row
+
+    def read(self, lag: int = 0) -> None:
+        """Fill in the rows of all steps but the last `lag`; a loss that is not finite is a UserError."""
+        while len(self.unread) > lag:
+            row, results, done = self.unread.popleft()
+            if done is not None:
+                done.synchronize()
+            row["loss"], row["gradient_norm"], *accuracy = results.tolist()
+            row["accuracy"], self.note = accuracy, f"loss {row['loss']:.3f}"
+            if not math.isfinite(row["loss"]):
+                raise UserError(
+                    f"the loss is {row['loss']} at optimizer step {row['step']}; lower drafters.NAME.learning_rate"
+                )
+
+
+def copied_ahead(batches: Iterable[Batch], device: str) -> Iterator[Batch]:
+    """The batches on a CUDA device, each copied while the one before is in use."""
+    stream, waiting = torch.cuda.Stream(device), deque()
+
+    def arrived() -> Batch:
+        batch, done = waiting.popleft()
+        current = torch.cuda.current_stream(device)
+        current.wait_event(done)
+        for field in fields(batch):
+            if isinstance(x := getattr(batch, field.name), Tensor):
+                x.record_stream(current)  # its memory is not given away before work asked for so far is done
+        return batch
+
+    for batch in batches:
+        with torch.cuda.stream(stream):
+            waiting.append((batch.to(device), stream.record_event()))
+        if len(waiting) > 1:
+            yield arrived()
+    if waiting:
+        yield arrived()
+
+
+def rounded(count: int) -> int:
+    """The next multiple of BLOCK."""
+    return -(-count // BLOCK) * BLOCK
 
 
 def fingerprint(settings: Settings, drafter: Drafter, inputs: dict[str, str]) -> str:

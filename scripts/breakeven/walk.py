@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from breakeven.drafter import Drafter, autocast
+from breakeven.drafter import Drafter, Rows, autocast
 from breakeven.hidden_states import InMemory, Sequences
 
 
@@ -40,9 +40,10 @@ def draft(drafter: Drafter, ids: Tensor, tokens: Tensor, features: Tensor, first
     length = len(tokens)
     fed = F.pad(tokens, (0, 1))[None, 1:]
     hidden, context = drafter.fuse(features[None]), None
+    rows = Rows.suffix(length, first_row, tokens.device)
     drafts = []
     for _ in range(k):
-        hidden, context = drafter.step(fed, hidden, context, first_row)
+        hidden, context = drafter.step(fed, hidden, context, rows)
         fed = ids[drafter.logits(hidden).argmax(-1)]
         drafts.append(fed[0])
     assert hidden.shape[1] == length - first_row

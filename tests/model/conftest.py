@@ -13,3 +13,9 @@ def target_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def states(target_folder, tmp_path_factory):
     return tinymodels.write_shard(target_folder, tmp_path_factory.mktemp("states") / "shard-000000.safetensors")
+
+
+@pytest.fixture(scope="session")
+def responses(target_folder, tmp_path_factory):
+    """The sequences of `states` as responses alone."""
+    return tinymodels.write_responses(target_folder, tmp_path_factory.mktemp("responses") / "shard-000000.parquet")

@@ -5,7 +5,14 @@ import torch
 import torch.nn.functional as F
 
 import tinymodels
-from breakeven.drafter import DrafterConfig, chain_mask, inverse_frequencies, repeat_heads
+from breakeven.drafter import (
+    DrafterConfig,
+    Rows,
+    chain_mask,
+    initialise_from_drafter,
+    inverse_frequencies,
+    repeat_heads,
+)
 from breakeven.target import rope
 
 
@@ -52,7 +59,7 @@ def test_steps_equal_a_literal_chain_with_a_key_cache(drafter, first_row):
     for step in range(steps):
         start = 0 if step == 0 else first_row
         fed = torch.tensor([tokens[start + 1 + step : length + 1 + step]])
-        hidden, context = drafter.step(fed, hidden, context, first_row)
+        hidden, context = drafter.step(fed, hidden, context, Rows.suffix(length, first_row))
         outputs.append(hidden[0])
     for row in (first_row, first_row + 3, length - 1):
         expected = reference_chain(drafter, tokens, features[0], row, steps)
@@ -61,7 +68,7 @@ def test_steps_equal_a_literal_chain_with_a_key_cache(drafter, first_row):
 
 
 def test_mask_sees_the_past_of_step_zero_and_its_own_later_keys():
-    mask = chain_mask(rows=2, width=5, first_row=2, steps=2, device="cpu").int().tolist()
+    mask = chain_mask(torch.tensor([2, 3]), width=5, steps=2).int().tolist()
     assert mask == [[1, 1, 1, 0, 0] + [1, 0] + [1, 0], [1, 1, 1, 1, 0] + [0, 1] + [0, 1]]
 
 
@@ -100,3 +107,24 @@ def test_initialised_drafter_knows_the_targets_head(target_folder):
     hidden = drafter.config.hidden_size
     assert (drafter.fc.weight[:, -hidden:].diagonal() > 0.8).all()
     assert drafter.fc.weight[:, :-hidden].abs().max() < 0.2
+
+
+def test_another_drafters_weights_are_taken_over_head_rows_by_target_id(target_folder):
+    other_ids, ids = torch.arange(0, 60, 2), torch.arange(0, 90, 3)
+    other = tinymodels.make_drafter(target_folder, other_ids, seed=1)
+    mine = tinymodels.make_drafter(target_folder, ids, seed=2)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    before = mine.lm_head.weight.clone()
+    kept = initialise_from_drafter(mine, ids, other, other_ids)
+    shared = [i for i, target_id in enumerate(ids.tolist()) if target_id in set(other_ids.tolist())]
+    assert kept == len(shared) == 10
+    for row, target_id in enumerate(ids.tolist()):
+        expected = other.lm_head.weight[target_id // 2] if row in shared else before[row]
+        assert torch.equal(mine.lm_head.weight[row], expected)
+    for name, parameter in mine.named_parameters():
+        assert name == "lm_head.weight" or torch.equal(parameter, other.get_parameter(name))
+    other.config.rope_theta = 7.0
+    with pytest.raises(ValueError, match="rope_theta is 7.0"):
+        initialise_from_drafter(mine, ids, other, other_ids)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tinymodels
-from breakeven import hidden_states, target
+from breakeven import artefacts, hidden_states, target
 from breakeven.cli import UserError
 from tinymodels import DISTINCT
 
@@ -135,3 +135,74 @@ def test_acceptance_is_judged_on_greedy_held_out_sequences_where_there_are_any(s
     assert sequences.judged() == [4]
     sequences.temperature = [0.7] * 12
     assert sequences.judged() == [0, 4, 8]
+
+
+def test_int8_rounds_within_half_a_step_of_each_rows_scale():
+    torch.manual_seed(0)
+    x = torch.randn(50, 3, 64).bfloat16() * torch.logspace(-3, 3, 50)[:, None, None].bfloat16()
+    x[7] = 0
+    stored, scale = hidden_states.encode(x)
+    assert stored.dtype == torch.int8 and scale.shape == (50, 3)
+    decoded = hidden_states.decode(stored, scale)
+    assert decoded.dtype == torch.bfloat16 and (decoded[7] == 0).all()
+    error = (decoded.float() - x.float()).abs()
+    assert (error <= 0.5 * scale[..., None] + x.float().abs() / 128 + 1e-9).all() and error.max() > 0
+
+
+def test_an_int8_shard_is_read_as_bf16_within_its_rounding_and_takes_about_half(target_folder, states, tmp_path):
+    path = tinymodels.write_shard(target_folder, tmp_path / "shard-000000.safetensors", codec="int8")
+    rough, exact = hidden_states.Sequences([path]), hidden_states.Sequences([states])
+    for i in range(len(exact)):
+        names = ("token_ids", "loss_mask", "argmax", "hidden", "last")
+        mine, reference = rough.load(i, *names), exact.load(i, *names)
+        assert all(torch.equal(mine[name], reference[name]) for name in names[:3])
+        for name in ("hidden", "last"):
+            assert mine[name].dtype == torch.bfloat16
+            step = reference[name].float().abs().amax(-1, keepdim=True) / 127
+            assert ((mine[name].float() - reference[name].float()).abs() <= 1.1 * step).all()
+    assert rough.files[0]["hidden"].nbytes * 2 == exact.files[0]["hidden"].nbytes
+    with pytest.raises(UserError, match="holds codec bfloat16, the shards before it int8"):
+        hidden_states.Sequences([path, states])
+
+
+def test_an_unknown_codec_is_refused_by_name(states, tmp_path):
+    path = tmp_path / "shard-000000.safetensors"
+    path.write_bytes(states.read_bytes())
+    parameters = {"layers": DISTINCT, "codec": "float4"}
+    artefacts.write_manifest(artefacts.manifest_path(path), "hidden_states", parameters=parameters)
+    with pytest.raises(UserError, match="codec 'float4' is unknown, known are bfloat16, int8"):
+        hidden_states.Sequences([path])
+
+
+def test_responses_give_the_sequences_of_the_store(target_folder, states, responses):
+    capture = hidden_states.Capture(target.load_model(target_folder, "cpu"), DISTINCT)
+    online, stored = hidden_states.Responses([responses], capture), hidden_states.Sequences([states])
+    assert len(online) == len(stored) and online.held_out == stored.held_out
+    for flag in (True, False):
+        chosen = [i for i, held_out in enumerate(stored.held_out) if held_out == flag]
+        assert torch.equal(online.tokens(chosen), stored.tokens(chosen))
+    for i in (0, 5):
+        assert online.length(i) == stored.length(i) and online.response_length(i) == stored.response_length(i)
+        mine, reference = (s.load(i, "token_ids", "loss_mask", "argmax", "hidden", "last") for s in (online, stored))
+        assert torch.equal(mine["token_ids"], reference["token_ids"])
+        assert torch.equal(mine["loss_mask"], reference["loss_mask"])
+        assert (mine["argmax"] == reference["argmax"]).float().mean() > 0.9  # bf16: batches round differently
+        for name in ("hidden", "last"):
+            torch.testing.assert_close(mine[name].float(), reference[name].float(), atol=0.06, rtol=0.06)
+
+
+def test_packed_states_are_those_of_each_sequence_alone(target_folder, responses):
+    capture = hidden_states.Capture(target.load_model(target_folder, "cpu"), DISTINCT)
+    online = hidden_states.Responses([responses], capture)
+    chosen, spare = [4, 1, 2], 7
+    tokens = torch.cat([online.stored(i)["token_ids"].long() for i in chosen] + [torch.zeros(spare).long()])
+    lengths = [online.length(i) for i in chosen]
+    for budget in (10_000, 1):
+        features, last = hidden_states.captured_states(capture, tokens, lengths, budget)
+        alone = [online.load(i, "hidden", "last") for i in chosen]
+        together = torch.cat([own["hidden"] for own in alone])
+        torch.testing.assert_close(features[:-spare].float(), together.float(), atol=0.06, rtol=0.06)
+        torch.testing.assert_close(
+            last[:-spare].float(), torch.cat([own["last"] for own in alone]).float(), atol=0.06, rtol=0.06
+        )
+        assert (features[-spare:] == 0).all() and not features.is_inference()

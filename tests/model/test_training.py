@@ -5,11 +5,15 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 import tinymodels
+from breakeven import drafter as drafter_module
 from breakeven import target, training
 from breakeven.cli import UserError
-from breakeven.hidden_states import Sequences
+from breakeven.drafter import DrafterConfig, Rows
+from breakeven.hidden_states import Capture, Responses, Sequences
+from breakeven.speed import training_flops
 
 IDS = torch.arange(0, 120, 2)
 SETTINGS = training.Settings(ttt_steps=3, epochs=2, learning_rate=2e-3, batch_tokens=80)
@@ -29,41 +33,86 @@ def make_run(target_folder, states, settings=SETTINGS):
     return training.Run(drafter, head_of(target_folder), Sequences([states]), settings, "cpu")
 
 
-def toy_batch(mask, argmax, first_row=0):
-    length = len(mask)
-    return training.Batch(
-        torch.arange(length)[None] + 10,
-        torch.zeros(1, length, 1, 4),
-        torch.zeros(1, length, 4),
-        torch.tensor([argmax]),
-        torch.tensor([mask], dtype=torch.bool),
-        first_row,
-    )
+class Toys:
+    """Sequences given as loss masks and greedy successors; hidden states are zero."""
+
+    def __init__(self, *sequences):
+        self.sequences = sequences
+
+    def stored(self, i, *names):
+        mask, argmax = self.sequences[i]
+        length = len(mask)
+        return {
+            "token_ids": torch.arange(length, dtype=torch.int32) % 100 + 10,
+            "loss_mask": torch.tensor(mask, dtype=torch.bool),
+            "hidden": torch.zeros(length, 1, 4),
+            "last": torch.zeros(length, 4),
+            "argmax": torch.tensor(argmax, dtype=torch.int32),
+        }
 
 
-def test_mask_covers_the_positions_that_predict_the_first_response_tokens():
+def test_rows_are_those_from_which_a_response_token_is_drafted_first():
     """Prompt of three tokens, response of three: x[3], x[4], x[5]. Row p of step t predicts x[p+2+t]."""
-    batch = toy_batch([0, 0, 0, 1, 1, 1], [-1, -1, 4, 4, 4, 4])
-    head = training.TargetHead(torch.ones(4), torch.zeros(1, 4), torch.ones(5, dtype=torch.bool), 1e-6)
-    counted = [training.chain_labels(batch, head, step, 6)[0][0].int().tolist() for step in range(3)]
-    assert counted == [[0, 1, 1, 1, 0, 0], [0, 1, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0]]
-    label = training.chain_labels(batch, head, 0, 6)[2].tolist()
-    assert label == [1, 2, 3, 4, 5, 5]
+    sequence = ([0, 0, 0, 1, 1, 1], [-1, -1, 4, 4, 4, 4])
+    batch = training.collate(Toys(sequence, sequence), [0, 1], 3)
+    assert batch.index.tolist() == [1, 2, 3, 7, 8, 9] and batch.starts.tolist() == [0] * 3 + [6] * 3
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 5] * 2 and batch.spans == [(0, 6, 0, 3), (6, 12, 3, 6)]
+    # Labels 2, 3, 4 of each sequence; step 1 predicts labels 3 and 4 from rows 1 and 2, step 2 label 4 from row 1.
+    assert batch.counted.int().tolist() == [[1, 1, 1] * 2, [0, 1, 1] * 2, [0, 0, 1] * 2]
+    predicted = [batch.index[batch.source[t]][batch.counted[t]].tolist() for t in range(3)]
+    assert predicted == [[1, 2, 3, 7, 8, 9], [1, 2, 7, 8], [1, 7]]
 
 
-def test_unknown_and_out_of_vocabulary_labels_are_not_trained():
-    inside = torch.tensor([True, False, True])
-    batch = toy_batch([0, 1, 1, 1], [-1, 0, 1, 2])
-    head = training.TargetHead(torch.ones(4), torch.zeros(2, 4), inside, 1e-6)
-    counted, trained, _ = training.chain_labels(batch, head, 0, 4)
-    assert counted[0].tolist() == [True, True, False, False]
-    assert trained[0].tolist() == [True, False, False, False]
+def test_a_gap_in_the_mask_starts_no_chain_and_ends_none():
+    """Two turns: x[2] and x[5], x[6] are responses. The chain of row 0 would predict x[3], x[4]: prompt tokens."""
+    batch = training.collate(Toys(([0, 0, 1, 0, 0, 1, 1], [4] * 7)), [0], 4)
+    assert batch.index.tolist() == [0, 3, 4]
+    pairs = [(t, int(batch.index[batch.source[t, i]]), int(batch.index[i]) + 1) for t, i in batch.counted.nonzero()]
+    # (step, row, label): label p+1+t, and x[p+2+t] is a response token.
+    assert sorted(pairs) == [(0, 0, 1), (0, 3, 4), (0, 4, 5), (1, 3, 5), (3, 0, 4)]
+
+
+@pytest.mark.parametrize("length", [384, 512])
+def test_a_padded_batch_with_attention_by_blocks_has_the_same_loss(target_folder, monkeypatch, length):
+    """What runs on CUDA, with flex attention's dense reference in place of its kernels. Backward: test_cuda.py."""
+    monkeypatch.setattr(drafter_module, "compiled_flex_attention", lambda: flex_attention)
+    torch.manual_seed(0)
+    drafter, head = tinymodels.make_drafter(target_folder, IDS), head_of(target_folder)
+    sequences = Toys(
+        *(([0] * prompt + [1] * answer, [4] * (prompt + answer)) for prompt, answer in [(90, 60), (104, 130)])
+    )
+    plain, padded = training.collate(sequences, [0, 1], 3), training.collate(sequences, [0, 1], 3, (length, 256))
+    assert len(plain.index) == 190 and padded.counted.sum() == plain.counted.sum()
+    assert len(padded.tokens) == length and len(padded.index) == 256
+    features, last = torch.randn(384, 3, 32), torch.randn(384, 32)
+    plain.features, plain.last = features, last
+    padded.features, padded.last = (F.pad(x.T, (0, length - 384)).T for x in (features.flatten(1), last))
+    padded.features = padded.features.view(length, 3, 32)
+    with torch.no_grad():
+        expected = training.chain_loss(drafter, head, plain, SETTINGS)
+        found = training.chain_loss(drafter, head, padded, SETTINGS)
+    for mine, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-5)
+
+
+def test_unknown_and_out_of_vocabulary_labels_are_not_trained(target_folder):
+    drafter = tinymodels.make_drafter(target_folder, IDS)
+    head = head_of(target_folder)
+    sequences = Toys(([0, 1, 1, 1, 1], [-1, -1, 4, 7, 4]))  # even ids are in the draft vocabulary
+    batch = training.collate(sequences, [0], 1)
+    batch.features, batch.last = torch.zeros(5, 3, 32), torch.randn(5, 32)
+    _, _, counted = training.chain_loss(drafter, head, batch, dataclasses.replace(SETTINGS, ttt_steps=1))
+    assert counted.tolist() == [2]  # labels 1 (unknown), 2, 3 of rows 0, 1, 2
+    loss, _, _ = training.chain_loss(drafter, head, batch, dataclasses.replace(SETTINGS, ttt_steps=1))
+    row = drafter.logits(training.unroll(drafter, batch.tokens, batch.features, batch.rows(), 1)[0, 1])
+    goal = head.logits(batch.last[2]).float().softmax(-1)
+    torch.testing.assert_close(loss, -(goal * row.log_softmax(-1)).sum(), rtol=1e-4, atol=1e-4)
 
 
 def test_loss_equals_a_literal_sum_over_rows_and_steps(target_folder, states):
     run = make_run(target_folder, states)
     sequences, head, drafter = run.sequences, run.head, run.drafter
-    batch = training.collate(sequences, [1, 2], "cpu")
+    batch = training.collate(sequences, [1, 2], 3)
     loss, right, counted = training.chain_loss(drafter, head, batch, SETTINGS)
     expected, hits, rows = [], [], []
     for step in range(3):
@@ -73,7 +122,8 @@ def test_loss_equals_a_literal_sum_over_rows_and_steps(target_folder, states):
             tokens = F.pad(own["token_ids"].long(), (0, 4))[None]
             hidden, context, length = drafter.fuse(own["hidden"][None]), None, len(own["token_ids"])
             for t in range(step + 1):
-                hidden, context = drafter.step(tokens[:, 1 + t : length + 1 + t], hidden, context, 0)
+                whole = Rows.suffix(length, 0)
+                hidden, context = drafter.step(tokens[:, 1 + t : length + 1 + t], hidden, context, whole)
             logits = drafter.logits(hidden)[0]
             for p in range(length - 2 - step):
                 if not own["loss_mask"][p + 2] or not own["loss_mask"][p + 2 + step]:
@@ -93,14 +143,71 @@ def test_loss_equals_a_literal_sum_over_rows_and_steps(target_folder, states):
     assert rows[0] > rows[1] > rows[2] > 0
 
 
+def gradients(drafter, loss):
+    return torch.autograd.grad(loss, list(drafter.parameters()))
+
+
+def test_a_packed_batch_is_its_sequences_one_by_one(target_folder, states):
+    """Loss and gradients: the mean over all rows, so sequences are weighted by their trained rows at each step."""
+    run = make_run(target_folder, states)
+    one_step = dataclasses.replace(SETTINGS, ttt_steps=1)
+    for settings in (one_step, SETTINGS):
+        steps = settings.ttt_steps
+        chosen = [1, 2, 3]
+        packed, _, _ = training.chain_loss(
+            run.drafter, run.head, training.collate(run.sequences, chosen, steps), settings
+        )
+        parts, trained = [], []
+        for i in chosen:
+            batch = training.collate(run.sequences, [i], steps)
+            known = run.head.in_vocabulary[batch.argmax[batch.index + 1]]
+            trained.append((batch.counted & known).sum(1).double())
+            weight = settings.step_decay ** torch.arange(steps)
+            # Losses of the single steps: chain_loss weights them all, so take the differences of growing decays.
+            hidden = training.unroll(run.drafter, batch.tokens, batch.features, batch.rows(), steps)
+            own = []
+            for t in range(steps):
+                rows = batch.source[t][batch.counted[t] & known]
+                goal = run.head.logits(batch.last[batch.index[batch.counted[t] & known] + 1]).float().softmax(-1)
+                own.append(F.cross_entropy(run.drafter.logits(hidden[t][rows]).float(), goal, reduction="sum"))
+            parts.append(torch.stack(own))
+        means = torch.stack(parts).sum(0) / torch.stack(trained).sum(0)
+        expected = (means * weight).sum() / weight.sum()
+        torch.testing.assert_close(packed, expected.float(), rtol=1e-5, atol=1e-5)
+        pairs = zip(gradients(run.drafter, packed), gradients(run.drafter, expected), strict=True)
+        for mine, reference in pairs:
+            torch.testing.assert_close(mine, reference, rtol=1e-3, atol=1e-5)
+
+
+def test_sequences_of_a_packed_batch_do_not_see_each_other(target_folder, states):
+    run = make_run(target_folder, states)
+    together = training.collate(run.sequences, [1, 2], 3)
+    out = training.unroll(run.drafter, together.tokens, together.features, together.rows(), 3)
+    alone = training.collate(run.sequences, [2], 3)
+    expected = training.unroll(run.drafter, alone.tokens, alone.features, alone.rows(), 3)
+    # The last rows of a chain are fed tokens beyond the sequence; they are not counted.
+    counted = alone.source[2][alone.counted[2]]
+    first = len(out[0]) - len(expected[0])
+    torch.testing.assert_close(out[:, first:][:, counted], expected[:, counted], rtol=1e-5, atol=1e-5)
+
+
+def test_a_sequence_longer_than_the_budget_is_its_own_batch(target_folder, states):
+    settings = dataclasses.replace(SETTINGS, batch_tokens=10, epochs=1)
+    run = make_run(target_folder, states, settings)
+    assert all(len(batch) == 1 for batch in run.batches(0))
+    rows = list(run.steps())
+    assert len(rows) == len(run.training) + 1 and all(row["loss"] > 0 for row in rows)
+
+
 def test_training_learns_and_validates_on_held_out_prompts(target_folder, states):
     settings = dataclasses.replace(SETTINGS, epochs=12)
     run = make_run(target_folder, states, settings)
-    before = training.validate(run.drafter, run.head, run.sequences, settings, "cpu")
+    before = run.validate()
     rows = list(run.steps())
     train = [row for row in rows if row["split"] == "train"]
     held_out = [row for row in rows if row["split"] == "held_out"]
-    assert len(held_out) == 12 and train[-1]["loss"] < 0.85 * train[0]["loss"]
+    last_epoch = [row["loss"] for row in train if row["epoch"] == 12]
+    assert len(held_out) == 12 and sum(last_epoch) / len(last_epoch) < 0.85 * train[0]["loss"]
     assert held_out[-1]["loss"] < before["loss"]
     assert all(flag is False for i, flag in enumerate(run.sequences.held_out) if i in run.training)
     assert train[0]["learning_rate"] < max(row["learning_rate"] for row in train) > train[-1]["learning_rate"]
@@ -123,6 +230,49 @@ def test_a_resumed_run_ends_with_the_same_weights(target_folder, states, tmp_pat
     assert [row["loss"] for row in rows] == [row["loss"] for row in second.rows]
 
 
+def test_online_training_is_training_on_the_store(target_folder, states, responses):
+    """The target in the step: the same batches and, to bf16 rounding of the hidden states, the same losses."""
+    stored = make_run(target_folder, states)
+    capture = Capture(target.load_model(target_folder, "cpu"), tinymodels.DISTINCT)
+    drafter = tinymodels.make_drafter(target_folder, IDS)
+    online = training.Run(drafter, head_of(target_folder), Responses([responses], capture), SETTINGS, "cpu")
+    assert online.batches(1) == stored.batches(1)
+    mine, reference = list(online.steps()), list(stored.steps())
+    for a, b in zip(mine, reference, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=0.05)
+
+
+def test_a_loss_that_is_not_finite_stops_with_its_step(target_folder, states):
+    run = make_run(target_folder, states, dataclasses.replace(SETTINGS, learning_rate=1e30, warmup=0.0))
+    with pytest.raises(UserError, match=r"the loss is nan at optimizer step [1-9]"):
+        list(run.steps())
+
+
+def test_threads_keep_the_order_and_pass_errors_on():
+    made = training.ahead(lambda i: i * i, range(50), 3)
+    assert list(made) == [i * i for i in range(50)]
+    with pytest.raises(ZeroDivisionError):
+        list(training.ahead(lambda i: 1 // (5 - i), range(50), 3))
+
+
+def test_speed_counts_the_tokens_and_needs_a_peak_for_mfu(target_folder, states):
+    run = make_run(target_folder, states)
+    assert run.meter.report()["tokens_per_second"] is None
+    list(run.steps())
+    found = run.meter.report()
+    whole = SETTINGS.epochs * sum(run.lengths[i] for i in run.training)
+    assert 0 < found["timed_tokens"] < whole and found["tokens_per_second"] > 0 and found["mfu"] is None
+    run.meter.peak = 2 * found["flops_per_second"]
+    assert run.meter.report()["mfu"] == pytest.approx(0.5)
+
+
+def test_flop_of_one_row_by_hand():
+    config = DrafterConfig(8, 16, 2, 1, 4, 100, 50, [1, 2, 3], 1e-6, 1e4, None, 64)
+    # One token that is the only row, one step, one counted pair, one key.
+    fc, kv, qo, mlp, head = 3 * 64, 2 * 16 * 4, 16 * 8 + 64, 3 * 8 * 16, 400
+    assert training_flops(config, 1, 1, 1, 1, 1) == 6 * (fc + kv + qo + mlp + head + 2 * 8) - 2 * fc + 2 * head
+
+
 def test_a_state_of_other_settings_is_not_resumed(target_folder, states, tmp_path):
     run = make_run(target_folder, states)
     run.save(tmp_path / "state.pt", "key")
@@ -141,7 +291,7 @@ def test_epochs_have_each_sequence_once_in_different_order():
     first, second = (training.epoch_batches(lengths, list(range(50)), 60, 0, epoch) for epoch in (0, 1))
     assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(50))
     assert first != second and first == training.epoch_batches(lengths, list(range(50)), 60, 0, 0)
-    assert all(len(b) == 1 or len(b) * max(lengths[i] for i in b) <= 60 for b in first)
+    assert all(sum(lengths[i] for i in b) <= 60 for b in first)
 
 
 def test_no_training_prompt_is_a_clear_error(target_folder, states):

@@ -6,6 +6,7 @@ import torch
 
 import tinymodels
 from breakeven import walk
+from breakeven.drafter import Rows
 from breakeven.hidden_states import Sequences
 
 IDS = torch.arange(0, 120, 2)
@@ -27,7 +28,7 @@ def literal_walk(drafter, ids, tokens, features, first_response, k):
         for _ in range(k):
             start = 0 if context is None else row
             fed = torch.tensor([(known + drafts)[start + 1 + len(drafts) : row + 2 + len(drafts)]])
-            hidden, context = drafter.step(fed, hidden, context, row)
+            hidden, context = drafter.step(fed, hidden, context, Rows.suffix(row + 1, row))
             drafts.append(int(ids[drafter.logits(hidden)[0, -1].argmax()]))
         right = 0
         while right < k and drafts[right] == int(tokens[row + 2 + right]):

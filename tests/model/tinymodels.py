@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from breakeven import artefacts, hidden_states, target
+from breakeven import artefacts, hidden_states, tables, target
 from breakeven.drafter import Drafter, DrafterConfig, initialise_from_target, target_tensor_names
 
 VOCABULARY = 120
@@ -55,7 +55,7 @@ def sequences(folder: Path, count: int = 12, prompt: int = 9, response: int = 30
     return prompts, responses
 
 
-def write_shard(folder: Path, path: Path, layers=tuple(DISTINCT), **kwargs) -> Path:
+def write_shard(folder: Path, path: Path, layers=tuple(DISTINCT), codec="bfloat16", **kwargs) -> Path:
     """A shard of hidden states with its manifest; every fourth sequence is held out."""
     prompts, responses = sequences(folder, **kwargs)
     capture = hidden_states.Capture(target.load_model(folder, "cpu"), list(layers))
@@ -63,10 +63,24 @@ def write_shard(folder: Path, path: Path, layers=tuple(DISTINCT), **kwargs) -> P
     tensors["held_out"] = torch.tensor([i % 4 == 0 for i in range(len(prompts))])
     tensors["temperature"] = torch.zeros(len(prompts))
     tensors["conversation"] = torch.arange(len(prompts))
-    save_file(tensors, path)
+    save_file(hidden_states.encode_shard(tensors, codec), path)
     artefacts.write_manifest(
-        artefacts.manifest_path(path), "hidden_states", parameters={"layers": list(layers), "codec": "bfloat16"}
+        artefacts.manifest_path(path), "hidden_states", parameters={"layers": list(layers), "codec": codec}
     )
+    return path
+
+
+def write_responses(folder: Path, path: Path, **kwargs) -> Path:
+    """The same sequences as a shard of responses, with its manifest."""
+    prompts, responses = sequences(folder, **kwargs)
+    rows = [
+        dict.fromkeys(tables.RESPONSES.names)
+        | {"prompt_id": f"prompt{i}", "held_out": i % 4 == 0, "sampling": '{"temperature": 0}'}
+        | {"prompt_token_ids": prompt, "response_token_ids": response}
+        for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
+    ]
+    artefacts.write_table(path, rows, tables.RESPONSES)
+    artefacts.write_manifest(artefacts.manifest_path(path), "responses", parameters={})
     return path
 
 

@@ -69,7 +69,8 @@ def test_online_training_stores_nothing_and_loads_the_target(config):
     config["hidden_states"]["mode"] = "online"
     planned = budget.plan(config, budget.Found(shape=KIMI))
     assert "extract_hidden_states" not in [stage.name for stage in planned.stages]
-    assert stage(planned, "train_drafter").loads == 1 and planned.bytes() < 1e9
+    assert stage(planned, "train_drafter").loads == stage(planned, "evaluate_drafter").loads == 1
+    assert planned.bytes() < 1e9
 
 
 def test_no_time_is_invented(config):
@@ -200,3 +201,12 @@ def test_every_stage_is_a_rule():
     rules = set(re.findall(r"^rule (\w+):", "".join(path.read_text() for path in Path("rules").glob("*.smk")), re.M))
     config = yaml.safe_load(Path("config.yaml").read_text())
     assert set(budget.outputs(config)) <= rules
+
+
+def test_int8_is_half_of_it(config):
+    config["hidden_states"]["codec"] = "int8"
+    planned = budget.plan(config, budget.Found(shape=KIMI))
+    assert planned.bytes_per_token == 4 * (7168 + 4) + 9
+    assert any(
+        "in int8 are 28,672, the other 25 are token id, greedy successor, mask and scales" in n for n in planned.notes
+    )

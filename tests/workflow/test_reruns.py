@@ -88,6 +88,8 @@ CHANGES = {
     ),
     "sampling of the responses": (config(responses__sampling__seed=1), DATA),
     "layers": (config(hidden_states__layers=[3, 14, 26]), {"select_prompts": 1} | {k: v for k, v in DATA.items() if k != "generate_responses"}),
+    "codec of the store": (config(hidden_states__codec="int8"), {"select_prompts": 1} | {k: v for k, v in DATA.items() if k != "generate_responses"}),
+    "no store": (config(hidden_states__mode="online"), {"select_prompts": 1, "build_vocabulary": 1} | DRAFTER),
     "chat template": (config(target__chat_template_kwargs={"thinking": False}), EVERYTHING),
     "threads": (config(threads=1), {}),
     "script train_drafter": (appended("scripts/train_drafter.py", "# changed"), DRAFTER),

@@ -1,0 +1,117 @@
+"""The CUDA path (flex attention, compiled steps, padded batches) against the CPU path; needs a GPU."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from breakeven import training
+from breakeven.drafter import Drafter, DrafterConfig
+from breakeven.hidden_states import encode
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+CONFIG = DrafterConfig(128, 256, 6, 2, 32, 500, 300, [1, 2, 3], 1e-6, 1e4, None, 2048)
+SETTINGS = training.Settings(ttt_steps=4, epochs=2, batch_tokens=1024, learning_rate=3e-3)
+
+
+class Random:
+    """Sequences of random tokens and hidden states; every tenth is held out."""
+
+    def __init__(self, count=40, codec="bfloat16", longest=400):
+        draw = np.random.default_rng(0)
+        generator = torch.Generator().manual_seed(0)
+        self.sequences, self.answers = [], []
+        for _ in range(count):
+            prompt, answer = int(draw.integers(2, longest // 2)), int(draw.integers(2, longest // 2))
+            length = prompt + answer
+            made = {
+                "token_ids": torch.randint(0, 500, (length,), generator=generator).int(),
+                "loss_mask": torch.arange(length) >= prompt,
+                "argmax": torch.randint(0, 500, (length,), generator=generator).int(),
+            }
+            for name, shape in (("hidden", (length, 3, 128)), ("last", (length, 128))):
+                made[name] = torch.randn(shape, generator=generator).bfloat16()
+                if codec == "int8":
+                    made[name], made[f"{name}_scale"] = encode(made[name])
+            self.sequences.append(made)
+            self.answers.append(answer)
+        self.held_out = [i % 10 == 0 for i in range(count)]
+
+    def __len__(self):
+        return len(self.sequences)
+
+    def length(self, i):
+        return len(self.sequences[i]["token_ids"])
+
+    def response_length(self, i):
+        return self.answers[i]
+
+    def stored(self, i, *names):
+        return self.sequences[i]
+
+
+def parts(device):
+    torch.manual_seed(0)
+    drafter = Drafter(CONFIG, torch.randn(500, 128)).to(device)
+    inside = torch.zeros(500, dtype=torch.bool)
+    inside[:300] = True
+    head = training.TargetHead(torch.rand(128), torch.randn(300, 128), inside, 1e-6)
+    moved = [x.to(device) for x in (head.norm, head.rows, head.in_vocabulary)]
+    return drafter, training.TargetHead(*moved, 1e-6)
+
+
+def loss_of(device, sequences, chosen, shape=None, unrolled=training.unroll):
+    drafter, head = parts(device)
+    batch = training.prepare(training.collate(sequences, chosen, 4, shape), sequences, device)
+    loss, right, counted = training.chain_loss(drafter, head, batch, SETTINGS, unrolled)
+    return loss, right, counted, torch.autograd.grad(loss, list(drafter.parameters()))
+
+
+@pytest.mark.parametrize("codec", ["bfloat16", "int8"])
+@pytest.mark.parametrize("way", ["by sequence", "blocks", "blocks, compiled", "blocks, exactly full"])
+def test_loss_and_gradients_are_those_of_the_cpu(way, codec):
+    sequences, chosen = Random(codec=codec), [1, 2, 3, 4]
+    total = sum(sequences.length(i) for i in chosen)
+    if way == "blocks, exactly full":  # cut the last sequence, so that no position is left for padding
+        spare = total % 128
+        last = sequences.sequences[4]
+        sequences.sequences[4] = {name: x[: len(x) - spare] for name, x in last.items()}
+        total -= spare
+    expected = loss_of("cpu", sequences, chosen)
+    shape = None if way == "by sequence" else (training.rounded(total), training.rounded(len(chosen) * 200))
+    found = loss_of(
+        "cuda", sequences, chosen, shape, torch.compile(training.unroll) if "compiled" in way else training.unroll
+    )
+    torch.testing.assert_close(found[0].cpu(), expected[0], rtol=1e-4, atol=1e-4)
+    assert found[1].tolist() == expected[1].tolist() and found[2].tolist() == expected[2].tolist()
+    for mine, reference in zip(found[3], expected[3], strict=True):
+        torch.testing.assert_close(mine.cpu(), reference, rtol=2e-3, atol=2e-5)
+
+
+def run_of(sequences, settings=SETTINGS):
+    drafter, head = parts("cuda")
+    return training.Run(drafter, head, sequences, settings, "cuda")
+
+
+def test_a_killed_and_resumed_run_ends_with_the_same_weights(tmp_path):
+    sequences = Random(longest=300)
+    whole = run_of(sequences)
+    rows = [row["loss"] for row in list(whole.steps())]
+    first = run_of(sequences)
+    for number, _ in enumerate(first.steps(), 1):
+        if number == 5:
+            first.save(tmp_path / "state.pt", "key")
+            break
+    second = run_of(sequences)
+    assert second.resume(tmp_path / "state.pt", "key")
+    list(second.steps())
+    for name, tensor in whole.drafter.state_dict().items():
+        assert torch.equal(tensor, second.drafter.state_dict()[name]), name
+    assert rows == [row["loss"] for row in second.rows] and all(loss is not None for loss in rows)
+
+
+def test_a_sequence_longer_than_the_budget_is_trained():
+    settings = dataclasses.replace(SETTINGS, batch_tokens=128, epochs=1)
+    run = run_of(Random(count=6), settings)
+    assert all(row["loss"] > 0 for row in list(run.steps()) if row["split"] == "train")
