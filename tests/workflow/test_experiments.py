@@ -1,8 +1,10 @@
 """Every experiment plans its jobs and its budget here, without weights, data or a hub."""
 
 import pytest
+import yaml
 
-from project import ROOT, copy_project, planned, snakemake
+from breakeven import artefacts
+from project import ROOT, SMALL, copy_project, planned, snakemake
 
 pytestmark = pytest.mark.workflow
 
@@ -37,3 +39,27 @@ def test_the_reference_cases_disk_is_known_before_it_is_full(work):
     done = snakemake(work, "--quiet", "all", "--", "plan", config=KIMI)
     assert "825.9 GB" in done.stdout and "57,353 bytes a token" in done.stdout
     assert "published facts, no download" in done.stdout
+
+
+def test_a_published_drafter_is_fetched_by_its_rule(work):
+    """From a local folder in the hub's layout; an arm and a start of training wait for the same manifest."""
+    folder = work / "mirror/drafter"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
+    (folder / "model.safetensors").write_bytes(b"weights")
+    overlay = {
+        "drafters": {
+            "published": {"checkpoint": {"repo": "mirror/drafter", "revision": "0123abc"}},
+            "own": {"initialise_from": "published"},
+        },
+        "arms": {"vllm-published-k3": {"engine": "vllm", "protocol": "quick", "drafter": "published", "k": 3}},
+    }
+    (work / "published.yaml").write_text(yaml.safe_dump(overlay))
+    manifest = "results/published/published/manifest.json"
+    done = snakemake(work, "--", manifest, config=[SMALL, "published.yaml"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    fetched = artefacts.read_manifest(work / manifest, "published_drafter")
+    assert fetched["parameters"] == {"repo": "mirror/drafter", "revision": "0123abc"}
+    assert (work / "results/published/published/checkpoint/model.safetensors").read_bytes() == b"weights"
+    jobs = planned(work, config=[SMALL, "published.yaml"])
+    assert "fetch_drafter" not in jobs and jobs["check_drafter"] == 2 and jobs["train_drafter"] == 1
