@@ -19,9 +19,11 @@ rule benchmark:
         arm_conda
     threads: config["threads"]
     resources:
-        gpu=1 if HARDWARE == "cuda" else 0,
+        gpu=arm_gpus,
         # All of the machine: a speed is only worth something if nothing else runs beside it.
         machine=100,
+        runtime=growing(120),
+        mem_mb=growing(32000, arm_gpus),
     params:
         python=python("workflow"),
         engine_python=arm_python,
@@ -55,6 +57,8 @@ rule further_pass:
         "../envs/workflow.yaml"
     resources:
         machine=1,
+        runtime=growing(10),
+        mem_mb=growing(4000),
     params:
         python=python("workflow"),
         arms=peers,

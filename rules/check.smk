@@ -15,6 +15,8 @@ rule check_drafter:
         "../envs/workflow.yaml"
     resources:
         machine=1,
+        runtime=growing(30),
+        mem_mb=growing(8000),
     params:
         python=python("workflow"),
         engine_python=arm_python,

@@ -27,6 +27,7 @@ ENVIRONMENTS = [
 ]
 SHARDS = configuration.shards(config)
 TRAINED = configuration.trained_drafters(config)
+FETCHED = configuration.fetched_drafters(config)
 REPORTED = configuration.reported_drafters(config)
 BENCHMARK_PROMPTS = configuration.benchmark_prompts(config)
 LAYERS = configuration.layers_option(config)
@@ -45,6 +46,7 @@ PREPARING = 5000
 wildcard_constraints:
     arm="|".join(config["arms"]),
     drafter="|".join(TRAINED) or "none",
+    published="|".join(FETCHED) or "none",
     engine="|".join(ENGINES),
     protocol="|".join(config["protocols"]),
     shard=r"\d{6}\d*",
@@ -206,16 +208,49 @@ def samples_option(wildcards):
 
 
 def checkpoint_folder(drafter):
-    return config["drafters"][drafter].get(
-        "checkpoint", f"results/drafters/{drafter}/checkpoint"
-    )
+    return configuration.checkpoint_folder(config, drafter)
 
 
 def checkpoint_files(drafter):
-    """The tracked files of a drafter: a trained one's manifest, or the files of a given checkpoint."""
-    if drafter in TRAINED:
-        return [f"results/drafters/{drafter}/checkpoint/manifest.json"]
+    """The tracked files of a drafter: a trained or fetched one's manifest, or the files of a given checkpoint."""
     return configuration.checkpoint_files(config, drafter)
+
+
+def start_of(wildcards):
+    """What a drafter's training starts from, as train_drafter.py takes it."""
+    return configuration.start_of(config, wildcards.drafter)
+
+
+def start_files(wildcards):
+    start = config["drafters"][wildcards.drafter]["initialise_from"]
+    return checkpoint_files(start) if start in config["drafters"] else []
+
+
+def gpus(rule):
+    return configuration.gpus(config, rule)
+
+
+def response_gpus(wildcards):
+    return gpus("generate_responses")
+
+
+def arm_gpus(wildcards):
+    return configuration.gpus(config, "benchmark", arm_of(wildcards))
+
+
+def engine_gpus(wildcards):
+    return configuration.gpus(config, "benchmark", {"engine": wildcards.engine})
+
+
+def gpus_option():
+    """The GPUs that Snakemake hands out, where the profile or the command line says."""
+    handed_out = workflow.global_resources.get("gpu").value
+    return "" if handed_out is None else f"--gpus {handed_out}"
+
+
+def growing(amount, of_gpus=lambda wildcards: 1):
+    """A resource that grows with each attempt at a job, so that one that was killed for it succeeds later; for each GPU."""
+    return lambda wildcards, attempt: amount * attempt * max(1, of_gpus(wildcards))
 
 
 def arm_checkpoint(wildcards):

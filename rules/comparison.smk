@@ -19,6 +19,8 @@ rule compare:
         "../envs/workflow.yaml"
     resources:
         machine=1,
+        runtime=growing(30),
+        mem_mb=growing(8000),
     params:
         python=python("workflow"),
         arms=list(config["arms"]),

@@ -6,6 +6,7 @@ rule train_drafter:
         vocabulary="results/drafters/{drafter}/vocabulary.safetensors",
         sequences=sequences("data"),
         manifests=sequences("manifest.json"),
+        start=start_files,
     output:
         manifest="results/drafters/{drafter}/checkpoint/manifest.json",
         config="results/drafters/{drafter}/checkpoint/config.json",
@@ -14,20 +15,24 @@ rule train_drafter:
         speed="results/drafters/{drafter}/checkpoint/speed.json",
     log:
         "logs/train_drafter/{drafter}.log",
+    benchmark:
+        "logs/train_drafter/{drafter}.tsv"
     priority: PREPARING
     retries: 1
     conda:
         f"../envs/model-{HARDWARE}.yaml"
     threads: config["threads"]
     resources:
-        gpu=1 if HARDWARE == "cuda" else 0,
+        gpu=gpus("train_drafter"),
         machine=1,
+        runtime=growing(720),
+        mem_mb=growing(32000),
     params:
         python=python("model"),
         settings=lambda wildcards: as_json(
             config["drafters"][wildcards.drafter]["settings"]
         ),
-        start=lookup("drafters/{drafter}/initialise_from", within=config),
+        start=start_of,
         samples=samples_option,
         sequences=training_option(),
         device=HARDWARE,

@@ -9,13 +9,17 @@ rule extract_hidden_states:
         manifest="results/hidden_states/shard-{shard}.manifest.json",
     log:
         "logs/extract_hidden_states/shard-{shard}.log",
+    benchmark:
+        "logs/extract_hidden_states/shard-{shard}.tsv"
     priority: PREPARING
     conda:
         f"../envs/model-{HARDWARE}.yaml"
     threads: config["threads"]
     resources:
-        gpu=1 if HARDWARE == "cuda" else 0,
+        gpu=gpus("extract_hidden_states"),
         machine=1,
+        runtime=growing(240),
+        mem_mb=growing(32000),
     params:
         python=python("model"),
         layers=LAYERS,

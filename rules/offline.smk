@@ -17,8 +17,10 @@ rule evaluate_drafter:
         f"../envs/model-{HARDWARE}.yaml"
     threads: config["threads"]
     resources:
-        gpu=1 if HARDWARE == "cuda" else 0,
+        gpu=gpus("evaluate_drafter"),
         machine=1,
+        runtime=growing(120),
+        mem_mb=growing(16000),
     params:
         python=python("model"),
         checkpoint=lambda wildcards: checkpoint_folder(wildcards.drafter),
@@ -48,8 +50,10 @@ rule replay_served:
         f"../envs/model-{HARDWARE}.yaml"
     threads: config["threads"]
     resources:
-        gpu=1 if HARDWARE == "cuda" else 0,
+        gpu=gpus("replay_served"),
         machine=1,
+        runtime=growing(120),
+        mem_mb=growing(16000),
     params:
         python=python("model"),
         checkpoint=arm_checkpoint_option,

@@ -16,6 +16,8 @@ rule curate_prompts:
         "../envs/workflow.yaml"
     resources:
         machine=1,
+        runtime=growing(120),
+        mem_mb=growing(16000),
     params:
         python=python("workflow"),
         sources=as_json(config["prompts"]["sources"]),
@@ -49,6 +51,8 @@ rule select_prompts:
         "../envs/workflow.yaml"
     resources:
         machine=1,
+        runtime=growing(10),
+        mem_mb=growing(4000),
     params:
         python=python("workflow"),
         size=lookup("prompts/size", within=config),

@@ -107,6 +107,8 @@ rule report:
         "../envs/workflow.yaml"
     resources:
         machine=1,
+        runtime=growing(30),
+        mem_mb=growing(8000),
     params:
         python=python("workflow"),
         training=training_options(),

@@ -11,14 +11,18 @@ rule generate_responses:
         manifest="results/responses/shard-{shard}.manifest.json",
     log:
         "logs/generate_responses/shard-{shard}.log",
+    benchmark:
+        "logs/generate_responses/shard-{shard}.tsv"
     priority: PREPARING
     retries: 1
     conda:
         f"../envs/{config['responses']['engine']}-{HARDWARE}.yaml"
     threads: config["threads"]
     resources:
-        gpu=1 if HARDWARE == "cuda" else 0,
+        gpu=response_gpus,
         machine=1,
+        runtime=growing(240),
+        mem_mb=growing(32000, response_gpus),
     params:
         python=python(config["responses"]["engine"]),
         shard_size=lookup("prompts/shard_size", within=config),

@@ -14,6 +14,8 @@ rule random_drafter:
         f"../envs/model-{HARDWARE}.yaml"
     resources:
         machine=1,
+        runtime=growing(10),
+        mem_mb=growing(8000),
     params:
         python=python("model"),
         vocabulary=step_cost_vocabulary_option(),
@@ -40,9 +42,11 @@ rule measure_step_cost:
         "../envs/workflow.yaml"
     threads: config["threads"]
     resources:
-        gpu=1 if HARDWARE == "cuda" else 0,
+        gpu=engine_gpus,
         # All of the machine: a speed is only worth something if nothing else runs beside it.
         machine=100,
+        runtime=growing(240),
+        mem_mb=growing(32000, engine_gpus),
     params:
         python=python("workflow"),
         engine_python=lambda wildcards: python(wildcards.engine),

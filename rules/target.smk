@@ -12,6 +12,8 @@ rule fetch_target:
         f"../envs/model-{HARDWARE}.yaml"
     resources:
         machine=1,
+        runtime=growing(120),
+        mem_mb=growing(16000),
     params:
         python=python("model"),
         source=as_json(config["target"]),

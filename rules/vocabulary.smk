@@ -16,6 +16,8 @@ rule build_vocabulary:
         f"../envs/model-{HARDWARE}.yaml"
     resources:
         machine=1,
+        runtime=growing(60),
+        mem_mb=growing(8000),
     params:
         python=python("model"),
         sequences=sequences_option(),

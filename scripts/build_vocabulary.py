@@ -10,6 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from breakeven import artefacts, cli, hidden_states, target, vocabulary
+from breakeven.provenance import check_chain
 
 
 def main() -> None:
@@ -20,6 +21,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, help="count the first N training samples; all if not given")
     parser.add_argument("--out", required=True, type=Path, help="safetensors file to write")
     args = parser.parse_args()
+    check_chain(args.target, args.hidden_states or args.responses)
 
     size = target.text_config(args.target)["vocab_size"]
     sequences = hidden_states.open_sequences(args)

@@ -26,6 +26,7 @@ from breakeven.drafter import (
     initialise_from_target,
     target_tensor_names,
 )
+from breakeven.provenance import check_chain
 from breakeven.vocabulary import target_ids
 
 VOLATILE = ("training.parquet", "speed.json")  # what the manifest does not vouch for: speed differs from run to run
@@ -60,6 +61,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
+    check_chain(args.target, args.hidden_states or args.responses)
 
     settings = training.Settings(**args.settings)
     torch.manual_seed(settings.seed)

@@ -157,8 +157,21 @@ def _check_samples(config: dict[str, Any]) -> None:
 
 
 def _check_files(config: dict[str, Any]) -> None:
-    for name in config["drafters"]:
+    for name, drafter in config["drafters"].items():
         checkpoint_files(config, name)
+        start = drafter.get("initialise_from")
+        if start == name:
+            raise UserError(f"config, drafters.{name}.initialise_from: a drafter cannot start from itself")
+        if start is not None and start in trained_drafters(config):
+            raise UserError(
+                f"config, drafters.{name}.initialise_from: {start!r} is trained here too; name a given checkpoint, target"
+                " or scratch"
+            )
+        if start not in (None, "target", "scratch", *config["drafters"]) and not Path(start, "config.json").is_file():
+            raise UserError(
+                f"config, drafters.{name}.initialise_from: {start!r} is neither target nor scratch, nor one of the"
+                " drafters, nor a folder with a checkpoint"
+            )
     for name, protocol in config["protocols"].items():
         if most_passes(config, name) < protocol["passes"]:
             raise UserError(
@@ -183,6 +196,24 @@ def trained_drafters(config: dict[str, Any]) -> list[str]:
     return [name for name, drafter in config["drafters"].items() if "checkpoint" not in drafter]
 
 
+def fetched_drafters(config: dict[str, Any]) -> list[str]:
+    """Drafters whose checkpoint is published on the hub; a rule fetches them."""
+    return [name for name, drafter in config["drafters"].items() if isinstance(drafter.get("checkpoint"), dict)]
+
+
+def checkpoint_folder(config: dict[str, Any], drafter: str) -> str:
+    """Where a drafter's checkpoint lies: trained, fetched, or given."""
+    if drafter in fetched_drafters(config):
+        return f"results/published/{drafter}/checkpoint"
+    return config["drafters"][drafter].get("checkpoint", f"results/drafters/{drafter}/checkpoint")
+
+
+def start_of(config: dict[str, Any], drafter: str) -> str:
+    """What the training of a drafter starts from: target, scratch, or a checkpoint folder; a drafter's name is its folder."""
+    start = config["drafters"][drafter]["initialise_from"]
+    return checkpoint_folder(config, start) if start in config["drafters"] else start
+
+
 def reported_drafters(config: dict[str, Any]) -> list[str]:
     """Trained drafters that the report shows: the data curve's drafter and its points only where an arm serves them."""
     served = {arm.get("drafter") for arm in config["arms"].values()}
@@ -191,10 +222,12 @@ def reported_drafters(config: dict[str, Any]) -> list[str]:
 
 
 def checkpoint_files(config: dict[str, Any], drafter: str) -> list[str]:
-    """config.json and safetensors of a given checkpoint; none for a trained drafter."""
+    """The tracked files of a checkpoint: config.json and safetensors of a given one, else the manifest of its stage."""
+    if drafter in fetched_drafters(config):
+        return [f"results/published/{drafter}/manifest.json"]
     folder = config["drafters"][drafter].get("checkpoint")
     if folder is None:
-        return []
+        return [f"results/drafters/{drafter}/checkpoint/manifest.json"]
     files = [Path(folder) / "config.json", *sorted(Path(folder).glob("*.safetensors"))]
     if not files[0].is_file() or len(files) < 2:
         raise UserError(
@@ -218,12 +251,31 @@ def check_options(config: dict[str, Any], name: str) -> list[str]:
     flags = config["engines"][arm["engine"]]["flags"][config["hardware"]] | arm.get("flags", {})
     for names, option in (
         (("max-model-len", "context-length"), "--max-model-len"),
-        (("tensor-parallel-size", "tp-size", "tp"), "--tensor-parallel-size"),
+        (TENSOR_PARALLEL, "--tensor-parallel-size"),
     ):
         words += [word for flag in names if flag in flags for word in (option, str(flags[flag]))]
     for flag, value in sorted(flags.items()):
         words += ["--flag", flag if value is True else f"{flag}={value if isinstance(value, str) else as_json(value)}"]
     return words + [word for finding in arm.get("allow", []) for word in ("--allow", finding)]
+
+
+TENSOR_PARALLEL = ("tensor-parallel-size", "tensor_parallel_size", "tp-size", "tp_size", "tp")
+
+
+def gpus(config: dict[str, Any], rule: str, arm: dict[str, Any] | None = None) -> int:
+    """GPUs that a job takes: as many as its engine spreads the target over, else one; none on a CPU."""
+    if config["hardware"] != "cuda":
+        return 0
+    if rule == "generate_responses":
+        settings = config["responses"]["settings"][config["responses"]["engine"]]["cuda"]
+    elif arm is not None:
+        settings = config["engines"][arm["engine"]]["flags"]["cuda"] | arm.get("flags", {})
+    else:
+        return 1 if rule in ON_GPU else 0
+    return next((int(settings[name]) for name in TENSOR_PARALLEL if name in settings), 1)
+
+
+ON_GPU = ("extract_hidden_states", "train_drafter", "evaluate_drafter", "replay_served")
 
 
 def most_passes(config: dict[str, Any], protocol: str) -> int:

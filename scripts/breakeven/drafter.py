@@ -388,7 +388,10 @@ def initialise_from_drafter(drafter: Drafter, ids: Tensor, other: Drafter, other
     """
     mine, theirs = drafter.config.to_dict(), other.config.to_dict()
     for key in mine:
-        if key != "draft_vocab_size" and mine[key] != theirs[key]:
+        same = mine[key] == theirs[key]
+        if isinstance(mine[key], float) and isinstance(theirs[key], float):
+            same = math.isclose(mine[key], theirs[key], rel_tol=1e-6)  # a config may hold a float32's digits
+        if key != "draft_vocab_size" and not same:
             raise ValueError(f"{key} is {theirs[key]}, that of the drafter to train is {mine[key]}")
     place = torch.searchsorted(other_ids, ids).clamp(max=len(other_ids) - 1)
     known = other_ids[place] == ids

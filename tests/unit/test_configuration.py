@@ -78,6 +78,14 @@ def test_overlays_are_right(config, overlay):
             {"checkpoint": "no/such/folder"},
             "drafters.other.checkpoint: no/such/folder has no config.json",
         ),
+        ("drafters.other", {"checkpoint": {"repo": "a/b"}}, "drafters.other.checkpoint"),
+        ("drafters.own.initialise_from", "own", "a drafter cannot start from itself"),
+        (
+            "drafters.own.initialise_from",
+            "no/where",
+            "'no/where' is neither target nor scratch, nor one of the drafters, nor a folder with a checkpoint",
+        ),
+        ("budget", {"load_minute": 25}, "config, budget: unknown key 'load_minute'; did you mean 'load_minutes'?"),
         ("drafters.own", {"vocabulary_size": 10}, "config, drafters.own: the key 'initialise_from' is missing"),
         ("hidden_states.layers", "last", "hidden_states.layers"),
         ("protocols.quick.prompts", "nothing.jsonl", "protocols.quick.prompts: nothing.jsonl is no file"),
@@ -118,6 +126,32 @@ def test_given_checkpoints_are_inputs_and_not_trained(config, tmp_path):
     assert configuration.trained_drafters(config) == ["own"]
     names = [Path(p).name for p in configuration.checkpoint_files(config, "published")]
     assert names == ["config.json", "model.safetensors"]
+
+
+def test_published_drafters_are_fetched_and_may_be_where_training_starts(config):
+    config["drafters"]["published"] = {"checkpoint": {"repo": "org/name", "revision": "0123abc"}}
+    config["drafters"]["own"]["initialise_from"] = "published"
+    configuration.check(config, SCHEMA)
+    assert configuration.trained_drafters(config) == ["own"] and configuration.fetched_drafters(config) == ["published"]
+    assert configuration.checkpoint_files(config, "published") == ["results/published/published/manifest.json"]
+    assert configuration.start_of(config, "own") == "results/published/published/checkpoint"
+    config["drafters"]["own"]["initialise_from"] = "target"
+    assert configuration.start_of(config, "own") == "target"
+    config["drafters"]["second"] = config["drafters"]["own"] | {"initialise_from": "own"}
+    with pytest.raises(UserError, match="'own' is trained here too; name a given checkpoint"):
+        configuration.check(config, SCHEMA)
+
+
+def test_jobs_take_as_many_gpus_as_their_engine_is_spread_over(config):
+    arm = config["arms"]["vllm-plain"]
+    assert configuration.gpus(config, "benchmark", arm) == configuration.gpus(config, "train_drafter") == 0
+    config["hardware"] = "cuda"
+    assert configuration.gpus(config, "benchmark", arm) == configuration.gpus(config, "train_drafter") == 1
+    config["engines"]["vllm"]["flags"]["cuda"]["tensor-parallel-size"] = 8
+    config["responses"]["settings"]["vllm"]["cuda"]["tensor_parallel_size"] = 4
+    assert configuration.gpus(config, "benchmark", arm) == 8 and configuration.gpus(config, "generate_responses") == 4
+    assert configuration.gpus(config, "benchmark", arm | {"flags": {"tensor-parallel-size": 2}}) == 2
+    assert configuration.gpus(config, "compare") == 0
 
 
 def test_json_of_equal_settings_is_equal(config):

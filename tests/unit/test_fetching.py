@@ -89,3 +89,39 @@ def test_a_wheel_without_a_gguf_file_is_named(tmp_path):
 def test_multi_modal_configs_are_read_by_their_text_part(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"hidden_size": 7168}, "vision_config": {}}))
     assert target.text_config(tmp_path) == {"hidden_size": 7168}
+
+
+@pytest.fixture
+def published(tmp_path):
+    folder = tmp_path / "published"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "README.md").write_text("not needed")
+    (folder / "manifest.json").write_text("{}")
+    return folder
+
+
+def test_a_published_drafter_is_fetched_with_its_manifest_beside_it(published, tmp_path):
+    out, manifest = tmp_path / "out/checkpoint", tmp_path / "out/manifest.json"
+    (tmp_path / "out/checkpoint").mkdir(parents=True)
+    (tmp_path / "out/checkpoint/stale.json").write_text("{}")
+    fetching.fetch_drafter(str(published), "0123abc", out, manifest)
+    found = artefacts.read_manifest(manifest, "published_drafter")
+    assert found["parameters"] == {"repo": str(published), "revision": "0123abc"}
+    # A manifest inside would be taken for that of a drafter trained here.
+    assert sorted(p.name for p in out.iterdir()) == sorted(found["files"]) == ["config.json", "model.safetensors"]
+    assert found["files"]["config.json"] == artefacts.sha256(published / "config.json")
+
+
+@pytest.mark.parametrize(
+    "missing, said", [("config.json", "there is no config.json"), (None, "cannot be had from the hub")]
+)
+def test_a_drafter_that_cannot_be_had_is_named_and_nothing_stays(published, tmp_path, monkeypatch, missing, said):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    if missing:
+        (published / missing).unlink()
+    out, repo = tmp_path / "someone/checkpoint", str(published) if missing else "nobody/nothing"
+    with pytest.raises(UserError, match=f"drafters.someone.checkpoint: {repo}.*{said}"):
+        fetching.fetch_drafter(repo, "abc", out, out.with_name("manifest.json"))
+    assert list((tmp_path / "someone").iterdir()) == []

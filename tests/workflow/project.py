@@ -42,13 +42,13 @@ def linked_copy(finished: Path, work: Path) -> Path:
     return shutil.copytree(finished, work, symlinks=True, copy_function=link)
 
 
-def snakemake(work: Path, *arguments: str, config: str | None = SMALL) -> subprocess.CompletedProcess:
-    overlay = ["--configfile", config] if config else []
-    command = ["snakemake", *overlay, *arguments]
+def snakemake(work: Path, *arguments: str, config: str | list[str] | None = SMALL) -> subprocess.CompletedProcess:
+    overlays = [config] if isinstance(config, str) else config or []
+    command = ["snakemake", *(["--configfile", *overlays] if overlays else []), *arguments]
     return subprocess.run(command, cwd=work, capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
 
-def planned(work: Path, *arguments: str, config: str | None = SMALL) -> dict[str, int]:
+def planned(work: Path, *arguments: str, config: str | list[str] | None = SMALL) -> dict[str, int]:
     """Jobs by rule of a dry run, without the target rule `all`."""
     done = snakemake(work, "--dry-run", *arguments, config=config)
     output = done.stdout + done.stderr
@@ -60,3 +60,11 @@ def planned(work: Path, *arguments: str, config: str | None = SMALL) -> dict[str
     jobs = Counter({rule: int(n) for rule, n in (line.split() for line in table[1].splitlines())})
     jobs.pop("all", None)
     return dict(jobs)
+
+
+def planned_files(work: Path, config: str | list[str] | None = SMALL) -> set[str]:
+    """Outputs of the jobs of a dry run."""
+    done = snakemake(work, "--dry-run", config=config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = re.findall(r"^    output: (.*)$", done.stdout + done.stderr, re.M)
+    return {path for line in lines for path in line.split(", ")}

@@ -1,9 +1,11 @@
 """Which rules run again after which change: the table of docs/design.md, checked by planning on a finished run."""
 
+import shutil
+
 import pytest
 import yaml
 
-from project import SMALL, linked_copy, planned, snakemake
+from project import SMALL, linked_copy, planned, planned_files, snakemake
 
 pytestmark = [pytest.mark.workflow, pytest.mark.engines]
 
@@ -74,6 +76,11 @@ CHANGES = {
         config(prompts__size=72),
         {"select_prompts": 1} | DATA | {"generate_responses": 1, "extract_hidden_states": 1},
     ),
+    # Responses to a prompt share a shard, so all shards are generated anew; the arm without a drafter is left alone.
+    "more responses to each prompt": (
+        config(responses__samples_per_prompt=2, responses__sampling__temperature=0.7),
+        {"select_prompts": 1} | DATA,
+    ),
     "seed of the prompts": (config(prompts__seed=1), {k: v for k, v in EVERYTHING.items() if k != "fetch_target"} | {"benchmark": 1}),
     "a greedy response and sampled ones": (
         config(responses__samples_per_prompt=2, responses__greedy_first=True, responses__sampling__temperature=0.7),
@@ -118,6 +125,36 @@ def test_a_change_runs_what_depends_on_it(finished, tmp_path, change):
     work = linked_copy(finished, tmp_path / "work")
     apply(work)
     assert planned(work) == expected
+
+
+def test_growth_is_nested(finished, tmp_path):
+    """48 prompts, then 72, then 48 again: only new shards are made, the baseline is left alone, shrinking only re-trains."""
+    # A copy, not links: touching would reach the finished run that all tests share.
+    work = shutil.copytree(finished, tmp_path / "work", symlinks=True)
+    config(prompts__size=72)(work)
+    files = planned_files(work)
+    shards = {path for path in files if "/shard-" in path and not path.endswith(".manifest.json")}
+    assert shards == {"results/responses/shard-000048.parquet", "results/hidden_states/shard-000048.safetensors"}
+    assert "results/drafters/own/checkpoint/manifest.json" in files
+    assert "results/benchmarks/vllm-own-k3/pass-1.parquet" in files
+    assert not [
+        path
+        for path in files
+        if path.startswith(("results/benchmarks/vllm-plain/", "results/target/", "results/prompts/pool"))
+    ]
+
+    # Stands in for the run that the plan asks for: planning looks at names, times and what Snakemake recorded.
+    for folder, suffix in (("responses", "parquet"), ("hidden_states", "safetensors")):
+        for end in (suffix, "manifest.json"):
+            shutil.copy(work / f"results/{folder}/shard-000024.{end}", work / f"results/{folder}/shard-000048.{end}")
+    assert snakemake(work, "--touch").returncode == 0 and planned(work) == {}
+
+    retrained = {"select_prompts": 1, "build_vocabulary": 1} | DRAFTER
+    config(prompts__size=48)(work)
+    assert planned(work) == retrained
+    assert snakemake(work, "--touch").returncode == 0 and planned(work) == {}
+    config(prompts__size=72)(work)
+    assert planned(work) == retrained
 
 
 @pytest.mark.parametrize("experiment, shards", [("10k", 1), ("88k", 8)])
