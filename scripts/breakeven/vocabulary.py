@@ -25,6 +25,16 @@ def choose(counts: np.ndarray, size: int, always: list[int]) -> np.ndarray:
     return np.sort(order[:size]).astype(np.int64)
 
 
+def keep(counts: np.ndarray, ids: np.ndarray, size: int, always: list[int]) -> np.ndarray:
+    """Which rows of a vocabulary to keep, ascending: [size] int64 indices into ids [D], the most frequent by counts [V].
+
+    `always` as in `choose`; of these the vocabulary's own stay in.
+    """
+    if not 0 < size <= len(ids):
+        raise UserError(f"--size {size}: the drafter's vocabulary has {len(ids)} tokens")
+    return choose(counts[ids], size, np.flatnonzero(np.isin(ids, always)).tolist())
+
+
 def maps(ids: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     """(d2t [D] int64 offsets, t2d [V] bool) of ascending unique target ids."""
     t2d = np.zeros(vocab_size, dtype=bool)

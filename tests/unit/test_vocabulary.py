@@ -53,3 +53,12 @@ def test_coverage():
     counts = counts_of({1: 3, 2: 1})
     assert vocabulary.coverage(counts, np.array([1])) == 0.75
     assert vocabulary.coverage(counts_of({}), np.array([1])) is None
+
+
+def test_a_cropped_vocabulary_keeps_the_most_frequent_and_its_own_special_tokens():
+    ids = np.array([2, 5, 7, 9, 12])
+    counts = counts_of({2: 1, 5: 0, 7: 8, 9: 3, 12: 2, 900: 99})
+    assert ids[vocabulary.keep(counts, ids, 2, [])].tolist() == [7, 9]
+    assert ids[vocabulary.keep(counts, ids, 3, [5, 900])].tolist() == [5, 7, 9]
+    with pytest.raises(UserError, match="--size 6: the drafter's vocabulary has 5 tokens"):
+        vocabulary.keep(counts, ids, 6, [])
