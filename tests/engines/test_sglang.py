@@ -106,8 +106,8 @@ TREE = EAGLE3 | {"options": {"topk": 4, "draft_tokens": 16}}
 def test_drafts_that_need_no_training(measured, arm):
     rows, _ = measured(arm["method"], **arm)
     steps, accepted = curve(rows)
-    if arm["method"] == "draft_model":  # the target drafts for itself: nearly all is accepted
-        assert accepted[2] > 0.9 * steps
+    if arm["method"] == "draft_model":  # the target drafts for itself: most is accepted, see docs/engines.md
+        assert accepted[0] > 0.85 * steps and accepted[2] > 0.6 * steps
     else:
         assert sum(accepted) > 0
 
