@@ -236,13 +236,13 @@ def test_a_data_curve_adds_its_points_as_drafters(config):
     assert configuration.trained_drafters(config) == ["own", "own-60", "own-120", "own-240"]
     # The report waits for no point that nothing serves.
     assert configuration.reported_drafters(config) == ["own", "own-120"]
-    del config["arms"]["vllm-own-k1"], config["arms"]["vllm-own-k3"]
+    del config["arms"]["vllm-own-k3"]
     assert configuration.reported_drafters(config) == ["own-120"]
 
 
 def test_without_a_data_curve_there_are_no_points(config):
     configuration.add_points(config)
-    assert configuration.points(config) == {} and list(config["drafters"]) == ["own"]
+    assert configuration.points(config) == {} and list(config["drafters"]) == ["own", "shipped"]
 
 
 @pytest.mark.parametrize(
