@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from breakeven import artefacts, benchmark, chat, engines, servers, tables, verdict
 from breakeven.engines import Speculation
@@ -19,11 +20,8 @@ from places import DRAFTER, ENGINE_PYTHON, MODEL_PYTHON, ROOT
 
 pytestmark = pytest.mark.engines
 K = 3
-SETTINGS = {
-    "flags": {"dtype": "bfloat16", "max-model-len": 1024, "max-num-seqs": 2, "enforce-eager": True}
-    | {"no-enable-prefix-caching": True},
-    "environment": {"VLLM_CPU_KVCACHE_SPACE": "1"},
-}
+ENGINE = yaml.safe_load((ROOT / "config.yaml").read_text())["engines"]["vllm"]
+SETTINGS = {part: ENGINE[part]["cpu"] for part in ("flags", "environment")}
 QUESTIONS = [
     "What is the difference between a virus and a bacterium?",
     "Explain how a refrigerator keeps food cold.",
