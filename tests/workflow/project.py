@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SMALL = "tests/workflow/small.yaml"
-ARMS = "vllm-shipped-k3"  # left out of the small experiment: one server less
+ARMS = "vllm-shipped-k5"  # left out of the small experiment: one server less
 
 
 def copy_project(folder: Path) -> Path:
