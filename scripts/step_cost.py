@@ -48,11 +48,12 @@ def main() -> None:
     steptimes.check(engine, settings, flags, args.hardware)
     size = target.text_config(args.target)["vocab_size"]
 
-    def of_server(label: str, speculation: Speculation):
+    def of_server(label: str, speculation: Speculation, **environment: str):
+        own = args.engine_settings.get("environment", {}) | environment
         start = args.server_log or args.out.with_suffix("")
         log = start.with_name(f"{start.name}.{label}.server.log")
         with servers.speculating(
-            engine, args.engine_python, args.target, speculation, args.engine_settings,
+            engine, args.engine_python, args.target, speculation, args.engine_settings | {"environment": own},
             set(facts["optional_flags"]), args.hardware, log,
         ) as server:  # fmt: skip
             return steptimes.measure(engine, server.url, server.name, size, settings, speculation.k)
@@ -68,7 +69,8 @@ def main() -> None:
     if settings.synthetic_acceptance_length:
         for k in settings.ks:
             length = min(settings.synthetic_acceptance_length, k + 1.0)
-            measured = of_server(f"synthetic-k{k}", drafting(k, **engine.forced_acceptance(length)))
+            options, environment = engine.forced_acceptance(length)
+            measured = of_server(f"synthetic-k{k}", drafting(k, **options), **environment)
             forced += steptimes.cross_check(rows, {k: measured}, plain, length)
     drift = steptimes.drift(plain)
     for b, ratio in drift.items():

@@ -41,7 +41,7 @@ class Settings:
     concurrency: list[int] = field(default_factory=lambda: [1, 4])
     passes: int = 1  # how often each server is asked all rounds
     max_tokens: int = 32
-    synthetic_acceptance_length: float | None = None  # force this AL as a cross-check; CUDA only
+    synthetic_acceptance_length: float | None = None  # force this AL as a cross-check, where the engine can
 
 
 @dataclass
@@ -65,13 +65,11 @@ def check(engine: ModuleType, settings: Settings, flags: dict[str, Any], hardwar
         raise UserError(
             f"stepcost.concurrency: {most} requests at once, but the server's {flag} is {flags[flag]}; the rest would wait"
         )
-    if settings.synthetic_acceptance_length and hardware == "cpu":
+    if settings.synthetic_acceptance_length and hardware not in engine.FORCES_ACCEPTANCE_ON:
         raise UserError(
-            "stepcost.synthetic_acceptance_length: no engine can force an acceptance length on the CPU; set it to null, or"
-            " hardware: cuda"
+            f"stepcost.synthetic_acceptance_length: {engine.NAME} can force an acceptance length on"
+            f" {' and '.join(engine.FORCES_ACCEPTANCE_ON)} only; set it to null"
         )
-    if settings.synthetic_acceptance_length and not hasattr(engine, "forced_acceptance"):
-        raise UserError(f"stepcost.synthetic_acceptance_length: {engine.NAME} has no such setting here; set it to null")
 
 
 def prompts(vocab_size: int, count: int, seed: int = 0) -> list[list[int]]:

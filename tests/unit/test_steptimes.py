@@ -1,13 +1,12 @@
 """Step cost from rounds with known times: rho, its interval, the A/A drift, and what is refused."""
 
 import math
-import types
 
 import pytest
 
 from breakeven import artefacts, stepcost, steptimes, tables
 from breakeven.cli import UserError
-from breakeven.engines import vllm
+from breakeven.engines import sglang, vllm
 from breakeven.steptimes import Round, Settings
 
 PLAIN = [0.030, 0.031, 0.029, 0.030, 0.032]
@@ -70,7 +69,7 @@ def test_a_curve_that_never_pays_is_named():
     "settings, flags, hardware, message",
     [
         (Settings(concurrency=[1, 8]), {"max-num-seqs": 4}, "cpu", "8 requests at once, but the server's max-num-seqs is 4"),
-        (Settings(synthetic_acceptance_length=2.5), {}, "cpu", "no engine can force an acceptance length on the CPU"),
+        (Settings(synthetic_acceptance_length=2.5), {}, "cpu", "vllm can force an acceptance length on cuda only"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_measured_is_refused_before_a_server_starts(settings, flags, hardware, message):
@@ -78,11 +77,13 @@ def test_what_cannot_be_measured_is_refused_before_a_server_starts(settings, fla
         steptimes.check(vllm, settings, flags, hardware)
 
 
-def test_an_engine_that_cannot_force_acceptance_is_refused():
-    other = types.SimpleNamespace(NAME="other", CONCURRENCY_FLAG="most")
-    with pytest.raises(UserError, match="other has no such setting"):
-        steptimes.check(other, Settings(synthetic_acceptance_length=2.5), {}, "cuda")
-    steptimes.check(vllm, Settings(synthetic_acceptance_length=2.5), {}, "cuda")
+def test_acceptance_is_forced_where_the_engine_can():
+    for engine, hardware in ((vllm, "cuda"), (sglang, "cuda"), (sglang, "cpu")):
+        steptimes.check(engine, Settings(synthetic_acceptance_length=2.5), {}, hardware)
+    options, environment = sglang.forced_acceptance(2.5)
+    assert options == {} and environment["SGLANG_SIMULATE_ACC_LEN"] == "2.5"
+    options, environment = vllm.forced_acceptance(2.5)
+    assert options["synthetic_acceptance_length"] == 2.5 and environment == {}
 
 
 def test_forced_acceptance_is_compared_with_the_prediction():

@@ -38,6 +38,18 @@ def environment(hardware: str) -> dict[str, str]:
     return variables
 
 
+FORCES_ACCEPTANCE_ON = ("cpu", "cuda")
+
+
+def forced_acceptance(length: float) -> tuple[dict[str, Any], dict[str, str]]:
+    """(options of an arm, environment) of a server whose acceptance length is `length`, the bonus token included.
+
+    Each step takes the whole number below or above, so that the mean is `length`; the output is garbage by design
+    (0.5.23, srt/speculative/spec_utils.py: sample_simulated_acc_len).
+    """
+    return {}, {"SGLANG_SIMULATE_ACC_LEN": str(length), "SGLANG_SIMULATE_ACC_METHOD": "match-expected"}
+
+
 def algorithm(speculation: Speculation) -> str | None:
     """The name that --speculative-algorithm gets; None without speculation."""
     return speculation.options.get("algorithm", ALGORITHMS.get(speculation.method))

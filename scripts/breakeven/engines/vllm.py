@@ -78,13 +78,14 @@ def speculative_config(model: str, speculation: Speculation) -> dict[str, Any]:
     return config | speculation.options
 
 
-def forced_acceptance(length: float) -> dict[str, Any]:
-    """Options of a --speculative-config that accepts drafts at random so that the acceptance length is `length`.
+# Where `forced_acceptance` works: it needs Triton's rejection sampler (0.32.0, config/speculative.py).
+FORCES_ACCEPTANCE_ON = ("cuda",)
 
-    The output is garbage by design. Needs Triton's rejection sampler, so it runs on CUDA alone (0.32.0,
-    config/speculative.py).
-    """
-    return {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
+
+def forced_acceptance(length: float) -> tuple[dict[str, Any], dict[str, str]]:
+    """(options of a --speculative-config, environment) of a server that accepts drafts at random, so that the
+    acceptance length is `length`, the bonus token included. Its output is garbage by design."""
+    return {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}, {}
 
 
 def algorithm(speculation: Speculation) -> str | None:
