@@ -105,6 +105,11 @@ def _check_arms(config: dict[str, Any]) -> None:
             )
         if method(arm) == "eagle3" and not arm.get("drafter"):
             raise UserError(f"config, arms.{name}: method eagle3 needs a drafter; name one of the drafters")
+        if (arm["engine"], method(arm)) == ("sglang", "ngram") and " " in str(Path.cwd()):
+            raise UserError(
+                f"config, arms.{name}: SGLang compiles its n-gram corpus with a command that breaks at the space in"
+                f" {Path.cwd()}; move the project to a path without one, or leave this arm out"
+            )
 
 
 def _check_sizes(config: dict[str, Any]) -> None:

@@ -273,3 +273,19 @@ def test_a_single_response_is_not_made_greedy_by_greedy_first(config):
     config["responses"]["greedy_first"] = True
     with pytest.raises(UserError, match="responses.greedy_first: the only response"):
         configuration.check(config, SCHEMA)
+
+
+def test_an_ngram_arm_of_sglang_is_refused_in_a_path_with_a_space(config, tmp_path, monkeypatch):
+    config["arms"]["sglang-plain"] = {"engine": "sglang", "protocol": "quick"}
+    config["arms"]["sglang-ngram"] = {"engine": "sglang", "protocol": "quick", "method": "ngram", "k": 3}
+    for name, refused in (("without", False), ("with a space", True)):
+        folder = tmp_path / name
+        for part in ("resources", "drafters"):
+            (folder / part).parent.mkdir(exist_ok=True)
+            (folder / part).symlink_to(ROOT / part)
+        monkeypatch.chdir(folder)
+        if refused:
+            with pytest.raises(UserError, match="breaks at the space in"):
+                configuration.check(config, SCHEMA)
+        else:
+            configuration.check(config, SCHEMA)
