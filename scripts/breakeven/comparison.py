@@ -550,8 +550,13 @@ def compare(
             facts = facts_of(arm, row, result, offline or {}, what_if or {}, step_cost or {}, drafters or {})
             found = verdict.judge(facts, expectations)
             row |= {"cause": found.cause, "fault": found.fault}
+            allowed = [
+                f"measured although the preflight found {finding['id']}: {finding['message']}"
+                for finding in arm.findings
+                if finding["level"] == "ERROR" and finding["allowed"]
+            ]
             result.details[arm.name] |= {
-                "evidence": found.evidence,
+                "evidence": allowed + list(found.evidence),
                 "pay": found.pay,
                 "hypotheses": [{key: _finite_or(value) for key, value in fit.items()} for fit in found.hypotheses],
             }

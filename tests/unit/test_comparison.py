@@ -73,6 +73,15 @@ def test_an_arm_that_the_preflight_refused_has_a_row_that_says_why(tmp_path, spe
     assert result.details["vllm-wrong-k3"]["findings"] == wrong["findings"]
 
 
+def test_the_evidence_begins_with_what_was_allowed_against_the_preflight(tmp_path, specs):
+    base, arm = specs
+    arm["findings"] = [files.finding("algorithm", allowed=True), files.finding("dtype", "WARN")]
+    _, result = compared(tmp_path, base, arm)
+    first, *others = result.details["vllm-own-k3"]["evidence"]
+    assert first == "measured although the preflight found algorithm: algorithm is wrong: 1, not 2"
+    assert not any("dtype" in sentence for sentence in others)
+
+
 def test_further_passes_are_for_undecided_arms_and_their_baseline(tmp_path):
     base = files.default()
     clear = files.default("vllm-clear", k=3, drafter="own", rate=60.0)
