@@ -51,13 +51,10 @@ def transformers_rates(folder: Path, prompts: list[list[int]], tokens: int, thre
 
 def server_rates(folder: Path, prompts: list[list[int]], tokens: int, threads: int, log: Path) -> list[float]:
     """Decode tok/s of each prompt from a server of its own."""
-    port = servers.free_port()
-    name, url = f"breakeven-{port}", f"http://127.0.0.1:{port}"
-    command = sglang.command(sys.executable, str(folder), name, port, Speculation(), FLAGS, set())
-    environment = sglang.environment("cpu") | {"OMP_NUM_THREADS": str(threads)}
+    settings = {"flags": FLAGS, "environment": {"OMP_NUM_THREADS": str(threads)}, "startup_timeout": 600}
     sampling = {"max_tokens": tokens + 1, "temperature": 0, "ignore_eos": True}
-    with servers.serve(command, environment, log, url, name, 600):
-        client = benchmark.Client(sglang, url, name)
+    with servers.speculating(sglang, sys.executable, folder, Speculation(), settings, set(), "cpu", log) as server:
+        client = benchmark.Client(sglang, server.url, server.name)
         for _ in range(2):
             client.stream(prompts[0], sampling | {"max_tokens": 16})
         rates = []

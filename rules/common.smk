@@ -29,6 +29,7 @@ SHARDS = configuration.shards(config)
 TRAINED = configuration.trained_drafters(config)
 FETCHED = configuration.fetched_drafters(config)
 REPORTED = configuration.reported_drafters(config)
+REPLAYED = configuration.replayed_arms(config)
 BENCHMARK_PROMPTS = configuration.benchmark_prompts(config)
 LAYERS = configuration.layers_option(config)
 ONLINE = config["hidden_states"]["mode"] == "online"
@@ -312,31 +313,19 @@ def further_option(wildcards):
     return f"--further {path}" if path else ""
 
 
-def replayed_arms():
-    """Arms whose drafter can be re-run offline on the very outputs that were served; the offline walk is a chain."""
-    return [
-        name
-        for name, arm in config["arms"].items()
-        if configuration.method(arm) == "eagle3"
-        and arm.get("options", {}).get("topk", 1) == 1
-    ]
-
-
 def offline_tables():
     """Held-out acceptance of each drafter, and the replay of each EAGLE-3 arm."""
     drafters = sorted(
-        {config["arms"][name]["drafter"] for name in replayed_arms()} & set(TRAINED)
+        {config["arms"][name]["drafter"] for name in REPLAYED} & set(TRAINED)
     )
     return {
         "held_out": [f"results/drafters/{name}/offline.parquet" for name in drafters],
-        "replays": [
-            f"results/benchmarks/{name}/offline.parquet" for name in replayed_arms()
-        ],
+        "replays": [f"results/benchmarks/{name}/offline.parquet" for name in REPLAYED],
     }
 
 
 def what_if_files():
-    return [f"results/benchmarks/{name}/what_if.parquet" for name in replayed_arms()]
+    return [f"results/benchmarks/{name}/what_if.parquet" for name in REPLAYED]
 
 
 def step_cost_files():

@@ -9,6 +9,7 @@ lost: keep the tokens that the target's own responses use most, which --response
 """
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ def main() -> None:
     sequences = hidden_states.open_sequences(args)
     counts = np.bincount(sequences.tokens(sequences.training()).numpy(), minlength=config["vocab_size"])
     kept = ids.numpy()[vocabulary.keep(counts, ids.numpy(), args.size, target.special_token_ids(args.target))]
-    shape = type(whole.config)(**whole.config.to_dict() | {"draft_vocab_size": args.size})
+    shape = replace(whole.config, draft_vocab_size=args.size)
     cropped = Drafter(shape, whole.embed_tokens)
     initialise_from_drafter(cropped, torch.from_numpy(kept), whole, ids)
     share = vocabulary.coverage(counts, kept)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from breakeven import artefacts, configuration, conventions, engines, selection
+from breakeven import artefacts, configuration, conventions, selection
 from breakeven.cli import UserError
 
 GB = 1e9
@@ -62,11 +62,7 @@ def outputs(config: dict[str, Any]) -> dict[str, list[str]]:
     trained = configuration.reported_drafters(config)
     arms = config["arms"]
     drafting = [name for name, arm in arms.items() if arm.get("drafter")]
-    replayed = [
-        name
-        for name, arm in arms.items()
-        if engines.method(arm) == "eagle3" and arm.get("options", {}).get("topk", 1) == 1
-    ]
+    replayed = configuration.replayed_arms(config)
     shards = configuration.shards(config) if trained else []
     walked = [name for name in trained if name in {arms[arm]["drafter"] for arm in replayed}]
     passes = [

@@ -283,6 +283,15 @@ def gpus(config: dict[str, Any], rule: str, arm: dict[str, Any] | None = None) -
 ON_GPU = ("extract_hidden_states", "train_drafter", "evaluate_drafter", "replay_served")
 
 
+def replayed_arms(config: dict[str, Any]) -> list[str]:
+    """Arms whose drafter can be re-run offline on the very outputs that were served; the offline walk is a chain."""
+    return [
+        name
+        for name, arm in config["arms"].items()
+        if method(arm) == "eagle3" and arm.get("options", {}).get("topk", 1) == 1
+    ]
+
+
 def most_passes(config: dict[str, Any], protocol: str) -> int:
     """How many passes an arm of this protocol may have: max_passes where it is given, else exactly `passes`."""
     asked = config["protocols"][protocol]

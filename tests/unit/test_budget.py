@@ -14,14 +14,7 @@ ROOT = Path(__file__).parents[2]
 KIMI = {"hidden_size": 7168, "num_hidden_layers": 61, "vocab_size": 163840, "kv_lora_rank": 512}
 
 
-@pytest.fixture(autouse=True)
-def in_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
-
-
-@pytest.fixture
-def config():
-    return yaml.safe_load((ROOT / "config.yaml").read_text())
+pytestmark = pytest.mark.usefixtures("in_the_root")
 
 
 def stage(planned, name):

@@ -14,14 +14,7 @@ ROOT = Path(__file__).parents[2]
 SCHEMA = ROOT / "schemas/config.schema.yaml"
 
 
-@pytest.fixture(autouse=True)
-def in_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
-
-
-@pytest.fixture
-def config():
-    return yaml.safe_load((ROOT / "config.yaml").read_text())
+pytestmark = pytest.mark.usefixtures("in_the_root")
 
 
 def put(config, path, value):
