@@ -33,6 +33,8 @@ REPLAYED = configuration.replayed_arms(config)
 BENCHMARK_PROMPTS = configuration.benchmark_prompts(config)
 LAYERS = configuration.layers_option(config)
 ONLINE = config["hidden_states"]["mode"] == "online"
+STATES_ENGINE = config["hidden_states"]["engine"]
+STATES_ENVIRONMENT = "model" if STATES_ENGINE == "transformers" else STATES_ENGINE
 STORED_CODEC = "none" if ONLINE else config["hidden_states"]["codec"]
 
 NO_CURVE = (
@@ -91,10 +93,28 @@ def as_json(value):
     return configuration.as_json(value)
 
 
-def response_settings(section):
-    """The engine's own part of responses.settings or responses.environment."""
-    responses = config["responses"]
-    return as_json(by_hardware(responses[section][responses["engine"]]))
+def response_settings(section, engine=config["responses"]["engine"]):
+    """An engine's own part of responses.settings or responses.environment."""
+    return as_json(by_hardware(config["responses"][section][engine]))
+
+
+def states_modules():
+    """What the extraction loads by name: an engine and what it runs inside it."""
+    if STATES_ENGINE == "transformers":
+        return []
+    return [
+        *engine_files(STATES_ENGINE),
+        f"scripts/breakeven/engines/{STATES_ENGINE}_connector.py",
+    ]
+
+
+def states_settings(section):
+    """The settings or the environment of the engine that extracts; transformers takes none."""
+    return (
+        "{}"
+        if STATES_ENGINE == "transformers"
+        else response_settings(section, STATES_ENGINE)
+    )
 
 
 def shards(folder, suffix):
@@ -229,6 +249,10 @@ def start_files(wildcards):
 
 def gpus(rule):
     return configuration.gpus(config, rule)
+
+
+def states_gpus(wildcards):
+    return gpus("extract_hidden_states")
 
 
 def response_gpus(wildcards):

@@ -1,7 +1,7 @@
 rule extract_hidden_states:
     input:
-        environment=environment("model"),
-        script=script("extract_hidden_states"),
+        environment=environment(STATES_ENVIRONMENT),
+        script=script("extract_hidden_states", *states_modules()),
         target="results/target/manifest.json",
         responses="results/responses/shard-{shard}.parquet",
     output:
@@ -13,20 +13,24 @@ rule extract_hidden_states:
         "logs/extract_hidden_states/shard-{shard}.tsv"
     priority: PREPARING
     conda:
-        f"../envs/model-{HARDWARE}.yaml"
+        f"../envs/{flavour(STATES_ENVIRONMENT)}.yaml"
     threads: config["threads"]
     resources:
-        gpu=gpus("extract_hidden_states"),
+        gpu=states_gpus,
         machine=1,
         runtime=growing(240),
-        mem_mb=growing(32000),
+        mem_mb=growing(32000, states_gpus),
     params:
-        python=python("model"),
+        python=python(STATES_ENVIRONMENT),
+        engine=STATES_ENGINE,
+        settings=states_settings("settings"),
+        environment=states_settings("environment"),
         layers=LAYERS,
         batch_tokens=lookup("hidden_states/batch_tokens", within=config),
         codec=lookup("hidden_states/codec", within=config),
         device=HARDWARE,
     shell:
         "{params.python} {input.script[0]} --target results/target --responses {input.responses}"
+        " --engine {params.engine} --settings {params.settings:q} --environment {params.environment:q}"
         " --layers {params.layers} --codec {params.codec} --batch-tokens {params.batch_tokens} --device {params.device}"
         " --threads {threads} --out {output.states} > {log} 2>&1"

@@ -7,8 +7,6 @@ A killed job continues from OUT.partial. Runs in the engine's environment.
 """
 
 import json
-import os
-import sys
 from pathlib import Path
 
 from breakeven import artefacts, chat, cli, engines, responses, tables, target
@@ -39,9 +37,7 @@ def main() -> None:
         )
 
     engine = engines.engine(args.engine)
-    environment = engine.environment(args.hardware) | args.environment
-    os.environ.update(environment)
-    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    engines.prepare(engine, args.hardware, args.environment)
     pool = artefacts.read_table(args.pool, tables.PROMPTS)
     shard = responses.shard_of(pool, args.start, args.count, args.samples_per_prompt)
     tokenizer = chat.load_tokenizer(args.target)

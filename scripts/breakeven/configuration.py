@@ -114,12 +114,18 @@ def _check_arms(config: dict[str, Any]) -> None:
 
 def _check_sizes(config: dict[str, Any]) -> None:
     prompts, responses = config["prompts"], config["responses"]
-    for section in ("settings", "environment"):
-        if responses["engine"] not in responses[section]:
-            raise UserError(
-                f"config, responses.{section}: the engine {responses['engine']!r} has none there; add it"
-                f" beside {', '.join(responses[section])}"
-            )
+    for engine in {responses["engine"], config["hidden_states"]["engine"]} - {"transformers"}:
+        for section in ("settings", "environment"):
+            if engine not in responses[section]:
+                raise UserError(
+                    f"config, responses.{section}: the engine {engine!r} has none there; add it"
+                    f" beside {', '.join(responses[section])}"
+                )
+    if (config["hidden_states"]["mode"], config["hidden_states"]["engine"]) == ("online", "vllm"):
+        raise UserError(
+            "config, hidden_states.engine: with mode online the target runs inside training, by transformers; set engine to"
+            " transformers, or mode to stored"
+        )
     if prompts["size"] % prompts["shard_size"]:
         raise UserError(
             f"config, prompts.size: {prompts['size']} is no multiple of prompts.shard_size ({prompts['shard_size']});"
@@ -242,9 +248,11 @@ def checkpoint_files(config: dict[str, Any], drafter: str) -> list[str]:
 
 
 def engines_used(config: dict[str, Any]) -> list[str]:
-    """Engines that an arm runs on or that generate the responses of a trained drafter; only these need environments."""
+    """Engines that an arm runs on or that make the data of a trained drafter; only these need environments."""
     used = {arm["engine"] for arm in config["arms"].values()}
-    return sorted(used | ({config["responses"]["engine"]} if trained_drafters(config) else set()))
+    if trained_drafters(config):
+        used |= {config["responses"]["engine"], config["hidden_states"]["engine"]} - {"transformers"}
+    return sorted(used)
 
 
 def check_options(config: dict[str, Any], name: str) -> list[str]:
@@ -271,8 +279,12 @@ def gpus(config: dict[str, Any], rule: str, arm: dict[str, Any] | None = None) -
     """GPUs that a job takes: as many as its engine spreads the target over, else one; none on a CPU."""
     if config["hardware"] != "cuda":
         return 0
-    if rule == "generate_responses":
-        settings = config["responses"]["settings"][config["responses"]["engine"]]["cuda"]
+    engine = {
+        "generate_responses": config["responses"]["engine"],
+        "extract_hidden_states": config["hidden_states"]["engine"],
+    }
+    if engine.get(rule, "transformers") != "transformers":
+        settings = config["responses"]["settings"][engine[rule]]["cuda"]
     elif arm is not None:
         settings = config["engines"][arm["engine"]]["flags"]["cuda"] | arm.get("flags", {})
     else:

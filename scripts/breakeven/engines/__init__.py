@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import os
 import subprocess
+import sys
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -83,6 +85,13 @@ def engine(name: str) -> ModuleType:
     if name not in ENGINES:
         raise UserError(f"engine {name!r} is unknown; use one of {', '.join(ENGINES)}")
     return importlib.import_module(f"breakeven.engines.{name}")
+
+
+def prepare(module: ModuleType, hardware: str, environment: dict[str, str]) -> None:
+    """Put an engine's environment variables in force in this process, before the engine is imported."""
+    variables = module.environment(hardware) | environment
+    os.environ.update(variables)
+    sys.path[:0] = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
 def options(flags: dict[str, Any]) -> list[str]:
