@@ -98,14 +98,11 @@ def response_settings(section, engine=config["responses"]["engine"]):
     return as_json(by_hardware(config["responses"][section][engine]))
 
 
-def states_modules():
-    """What the extraction loads by name: an engine and what it runs inside it."""
-    if STATES_ENGINE == "transformers":
-        return []
-    return [
-        *engine_files(STATES_ENGINE),
-        f"scripts/breakeven/engines/{STATES_ENGINE}_connector.py",
-    ]
+def engine_modules(engine):
+    """An engine's files and, where it extracts, the connector that runs inside it."""
+    connector = f"scripts/breakeven/engines/{engine}_connector.py"
+    there = Path(workflow.basedir, connector).is_file()
+    return engine_files(engine) + ([connector] if there else [])
 
 
 def states_settings(section):
@@ -249,6 +246,26 @@ def start_files(wildcards):
 
 def gpus(rule):
     return configuration.gpus(config, rule)
+
+
+def parity_files():
+    """What must hold before a drafter is trained: each engine that serves it captures the layers that were extracted."""
+    return [
+        f"results/parity/{name}.json" for name in configuration.parity_engines(config)
+    ]
+
+
+def parity_states():
+    """The first shard's hidden states; online there are none."""
+    return [] if ONLINE else shards("hidden_states", "safetensors")[0]
+
+
+def parity_states_option():
+    return "" if ONLINE else f"--hidden-states {parity_states()}"
+
+
+def parity_gpus(wildcards):
+    return configuration.gpus(config, "check_parity", {"engine": wildcards.engine})
 
 
 def states_gpus(wildcards):

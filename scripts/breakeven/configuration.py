@@ -114,7 +114,8 @@ def _check_arms(config: dict[str, Any]) -> None:
 
 def _check_sizes(config: dict[str, Any]) -> None:
     prompts, responses = config["prompts"], config["responses"]
-    for engine in {responses["engine"], config["hidden_states"]["engine"]} - {"transformers"}:
+    used = {responses["engine"], config["hidden_states"]["engine"], *parity_engines(config)} - {"transformers"}
+    for engine in sorted(used):
         for section in ("settings", "environment"):
             if engine not in responses[section]:
                 raise UserError(
@@ -285,6 +286,8 @@ def gpus(config: dict[str, Any], rule: str, arm: dict[str, Any] | None = None) -
     }
     if engine.get(rule, "transformers") != "transformers":
         settings = config["responses"]["settings"][engine[rule]]["cuda"]
+    elif rule == "check_parity":
+        settings = config["responses"]["settings"][arm["engine"]]["cuda"]
     elif arm is not None:
         settings = config["engines"][arm["engine"]]["flags"]["cuda"] | arm.get("flags", {})
     else:
@@ -302,6 +305,16 @@ def replayed_arms(config: dict[str, Any]) -> list[str]:
         for name, arm in config["arms"].items()
         if method(arm) == "eagle3" and arm.get("options", {}).get("topk", 1) == 1
     ]
+
+
+def parity_engines(config: dict[str, Any]) -> list[str]:
+    """Engines whose captured hidden states are compared before a drafter is trained: those that serve a trained one."""
+    if not config["hidden_states"].get("check_parity"):
+        return []
+    trained = trained_drafters(config)
+    return sorted(
+        {arm["engine"] for arm in config["arms"].values() if method(arm) == "eagle3" and arm["drafter"] in trained}
+    )
 
 
 def most_passes(config: dict[str, Any], protocol: str) -> int:
