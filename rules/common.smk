@@ -33,6 +33,10 @@ REPLAYED = configuration.replayed_arms(config)
 BENCHMARK_PROMPTS = configuration.benchmark_prompts(config)
 LAYERS = configuration.layers_option(config)
 ONLINE = config["hidden_states"]["mode"] == "online"
+RESPONSES_ENGINE = config["responses"]["engine"]
+RESPONSES_ENVIRONMENT = (
+    "workflow" if RESPONSES_ENGINE == "endpoint" else RESPONSES_ENGINE
+)
 STATES_ENGINE = config["hidden_states"]["engine"]
 STATES_ENVIRONMENT = "model" if STATES_ENGINE == "transformers" else STATES_ENGINE
 STORED_CODEC = "none" if ONLINE else config["hidden_states"]["codec"]
@@ -93,9 +97,21 @@ def as_json(value):
     return configuration.as_json(value)
 
 
-def response_settings(section, engine=config["responses"]["engine"]):
-    """An engine's own part of responses.settings or responses.environment."""
+def response_settings(section, engine=RESPONSES_ENGINE):
+    """An engine's own part of responses.settings or responses.environment; of an endpoint, what its model is called."""
+    if engine == "endpoint":
+        model = {"model": config["responses"]["endpoint"].get("model")}
+        return as_json(model if section == "settings" else {})
     return as_json(by_hardware(config["responses"][section][engine]))
+
+
+def endpoint_option(wildcards, threads):
+    """How a running server is reached. Takes threads, so that Snakemake does not track it: an address changes no response."""
+    if RESPONSES_ENGINE != "endpoint":
+        return ""
+    endpoint = {"concurrency": 64} | dict(config["responses"]["endpoint"])
+    endpoint.pop("model", None)
+    return ["--endpoint", as_json(endpoint)]
 
 
 def engine_modules(engine):

@@ -9,6 +9,9 @@ from breakeven import engines
 from breakeven.cli import UserError
 from breakeven.engines import method
 
+# Names in the place of an engine that need no environment of an engine.
+NOT_STARTED_HERE = {"transformers", "endpoint"}
+
 
 def as_json(value: Any) -> str:
     """One-line JSON with sorted keys, so that equal settings give equal parameters."""
@@ -114,7 +117,9 @@ def _check_arms(config: dict[str, Any]) -> None:
 
 def _check_sizes(config: dict[str, Any]) -> None:
     prompts, responses = config["prompts"], config["responses"]
-    used = {responses["engine"], config["hidden_states"]["engine"], *parity_engines(config)} - {"transformers"}
+    if responses["engine"] == "endpoint" and not responses.get("endpoint"):
+        raise UserError("config, responses.endpoint: engine endpoint needs the server's address there, as base_url")
+    used = {responses["engine"], config["hidden_states"]["engine"], *parity_engines(config)} - NOT_STARTED_HERE
     for engine in sorted(used):
         for section in ("settings", "environment"):
             if engine not in responses[section]:
@@ -252,7 +257,7 @@ def engines_used(config: dict[str, Any]) -> list[str]:
     """Engines that an arm runs on or that make the data of a trained drafter; only these need environments."""
     used = {arm["engine"] for arm in config["arms"].values()}
     if trained_drafters(config):
-        used |= {config["responses"]["engine"], config["hidden_states"]["engine"]} - {"transformers"}
+        used |= {config["responses"]["engine"], config["hidden_states"]["engine"]} - NOT_STARTED_HERE
     return sorted(used)
 
 
@@ -284,6 +289,8 @@ def gpus(config: dict[str, Any], rule: str, arm: dict[str, Any] | None = None) -
         "generate_responses": config["responses"]["engine"],
         "extract_hidden_states": config["hidden_states"]["engine"],
     }
+    if engine.get(rule) == "endpoint":
+        return 0
     if engine.get(rule, "transformers") != "transformers":
         settings = config["responses"]["settings"][engine[rule]]["cuda"]
     elif rule == "check_parity":

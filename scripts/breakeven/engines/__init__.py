@@ -1,4 +1,4 @@
-"""One module per engine, all with the same functions: see `vllm.py`, the first of them."""
+"""One module per engine, all with the same functions: see `vllm.py`, the first of them. `endpoint.py` only generates."""
 
 import importlib
 import json
@@ -14,6 +14,7 @@ from typing import Any
 from breakeven.cli import UserError
 
 ENGINES = ("vllm", "sglang")
+GENERATORS = (*ENGINES, "endpoint")  # what can generate responses
 
 
 @dataclass
@@ -81,9 +82,9 @@ class Reply:
 
 
 def engine(name: str) -> ModuleType:
-    """The module of an engine; an unknown name is a UserError."""
-    if name not in ENGINES:
-        raise UserError(f"engine {name!r} is unknown; use one of {', '.join(ENGINES)}")
+    """The module of an engine, or of the endpoint; an unknown name is a UserError."""
+    if name not in GENERATORS:
+        raise UserError(f"engine {name!r} is unknown; use one of {', '.join(GENERATORS)}")
     return importlib.import_module(f"breakeven.engines.{name}")
 
 
