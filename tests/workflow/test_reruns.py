@@ -159,6 +159,18 @@ def test_growth_is_nested(finished, tmp_path):
     assert planned(work) == retrained
 
 
+def test_another_address_of_a_running_server_generates_nothing(finished, tmp_path):
+    work = shutil.copytree(finished, tmp_path / "work", symlinks=True)
+    address = {"base_url": "http://127.0.0.1:8000/v1", "key_variable": "KEY"}
+    config(responses__engine="endpoint", responses__endpoint=address)(work)
+    assert planned(work) == DATA
+    assert snakemake(work, "--touch").returncode == 0 and planned(work) == {}
+    config(responses__endpoint=address | {"base_url": "http://elsewhere:9000/v1", "concurrency": 8})(work)
+    assert planned(work) == {}
+    config(responses__endpoint=address | {"model": "another"})(work)
+    assert planned(work) == DATA
+
+
 @pytest.mark.parametrize("experiment, shards", [("10k", 1), ("88k", 8)])
 def test_large_experiments_plan_their_shards(finished, experiment, shards):
     jobs = planned(finished, config=f"experiments/{experiment}.yaml")

@@ -1,8 +1,8 @@
 """A server that runs already and speaks OpenAI's completions interface, with token ids in and out: for generation alone.
 
 It is no engine of arms: what it runs on, and beside what, is not known, so nothing is measured with it. Nor does it
-extract: no server hands out the hidden states that a drafter needs (docs/engines.md). vLLM gives token ids back from
-0.10.2 on, SGLang 0.5.23 does.
+extract: no server hands out the hidden states that a drafter needs (docs/engines.md). Token ids come back from vLLM 0.20.2
+and 0.32.0 and from SGLang 0.5.23.
 """
 
 import itertools
