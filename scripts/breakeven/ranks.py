@@ -71,11 +71,15 @@ class Ranks:
 ALONE = Ranks()
 
 
+def torchrun(count: int) -> list[str]:
+    """The command of torchrun on this host, behind which a script and its options stand."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+
+
 def launch(count: int) -> None:
     """Run this very command in `count` ranks, by torchrun, in place of this process; with one, or in a rank, go on."""
     if count > 1 and "RANK" not in os.environ:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-        os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv])
+        os.execv(sys.executable, [*torchrun(count), *sys.argv])
 
 
 @contextlib.contextmanager
