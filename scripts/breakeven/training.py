@@ -363,7 +363,8 @@ class Run:
         batches = [batch for epoch in range(self.settings.epochs) for batch in self.batches(epoch)]
         fitting = [b for b in batches + self.validation_batches() if len(b) > 1] or [[]]
         rows = max(sum(answers[i] for i in batch) for batch in fitting)
-        return rounded(self.settings.batch_tokens), rounded(max(rows, 1))
+        # Rounded coarsely, so that runs of other sizes find what was compiled for this one.
+        return rounded(self.settings.batch_tokens), rounded(max(rows, 1), 4 * BLOCK)
 
     def _collate(self, indices: list[int]) -> Batch:
         shape = self.shape
@@ -534,9 +535,9 @@ def copied_ahead(batches: Iterable[Batch], device: str) -> Iterator[Batch]:
         yield arrived()
 
 
-def rounded(count: int) -> int:
-    """The next multiple of BLOCK."""
-    return -(-count // BLOCK) * BLOCK
+def rounded(count: int, unit: int = BLOCK) -> int:
+    """The next multiple of `unit`."""
+    return -(-count // unit) * unit
 
 
 def fingerprint(settings: Settings, drafter: Drafter, inputs: dict[str, str]) -> str:
