@@ -260,6 +260,14 @@ def test_online_training_is_training_on_the_store(target_folder, states, respons
         assert a["loss"] == pytest.approx(b["loss"], rel=0.05)
 
 
+def test_batches_of_one_length_share_a_forward_pass_within_the_budget(target_folder, states):
+    sequences = Sequences([states])
+    made = [training.collate(sequences, [i], 3, shape) for i, shape in enumerate([(256, 128)] * 5 + [(512, 128)] * 2)]
+    sizes = [[len(b.tokens) for b in group] for group in training.alike(made, 600)]
+    assert sizes == [[256, 256], [256, 256], [256], [512], [512]]
+    assert [b for group in training.alike(made, 0) for b in group] == made
+
+
 def test_a_loss_that_is_not_finite_stops_with_its_step(target_folder, states):
     run = make_run(target_folder, states, dataclasses.replace(SETTINGS, learning_rate=1e30, warmup=0.0))
     with pytest.raises(UserError, match=r"the loss is nan at optimizer step [1-9]"):
