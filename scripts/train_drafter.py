@@ -58,8 +58,8 @@ def main() -> None:
     )
     parser.add_argument("--samples", type=int, help="train on the first N training samples; all if not given")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--ranks", type=int, default=1, help="processes that train together, each on a GPU of its own")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads of each rank; 0 leaves torch's choice")
+    parser.add_argument("--ranks", type=int, default=1, help="processes that train together, a GPU each")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads, shared by ranks; 0 leaves torch's choice")
     parser.add_argument(
         "--peak-flops", type=float, help="bf16 FLOP/s of the device, for MFU where breakeven/speed.py has none"
     )
@@ -73,7 +73,7 @@ def main() -> None:
 
 def train(args: argparse.Namespace, own: ranks.Ranks) -> None:
     if args.threads:
-        torch.set_num_threads(args.threads)
+        torch.set_num_threads(max(1, args.threads // own.size))
     check_chain(args.target, args.hidden_states or args.responses)
 
     settings = training.Settings(**args.settings)

@@ -51,6 +51,9 @@ class Random:
     def stored(self, i, *names):
         return self.sequences[i]
 
+    def training(self, samples):
+        return [i for i, flag in enumerate(self.held_out) if not flag]
+
 
 def parts(device):
     torch.manual_seed(0)

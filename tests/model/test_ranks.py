@@ -34,7 +34,9 @@ def data(target_folder, states, tmp_path_factory):
 
 def options(data, out, batches_per_step, *more):
     settings = json.dumps(SETTINGS | {"batches_per_step": batches_per_step})
-    return list(map(str, [*data, "--settings", settings, "--threads", 1, "--out", out, *more]))
+    return list(
+        map(str, [*data, "--settings", settings, "--threads", 2 if "--ranks" in more else 1, "--out", out, *more])
+    )
 
 
 def alone(data, out, batches_per_step, *more):
