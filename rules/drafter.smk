@@ -38,7 +38,8 @@ rule train_drafter:
         device=HARDWARE,
         folder=subpath(output.manifest, parent=True),
     shell:
-        "{params.python} {input.script[0]} --target results/target --vocabulary {input.vocabulary}"
+        "{params.python} scripts/on_gpus.py {resources.gpu} {input.script[0]}"
+        " --target results/target --vocabulary {input.vocabulary}"
         " {params.sequences} {input.sequences} --settings {params.settings:q} --initialise-from {params.start:q}"
         " {params.samples} --device {params.device} --ranks {resources.gpu} --threads {threads} --out {params.folder}"
         " > {log} 2>&1"
