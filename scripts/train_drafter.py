@@ -6,9 +6,9 @@
 
 With --responses in place of --hidden-states nothing is stored: the target runs inside the step. --ranks N trains on N
 GPUs, which share the batches of each optimizer step (batches_per_step in --settings): the result is that of one GPU, up to
-the order of sums, and an interrupted run may go on with another N. Writes config.json,
-model.safetensors, training.parquet, speed.json (tokens per second, MFU, peak memory) and manifest.json. An interrupted
-run continues from OUT.partial and ends with the same weights as an uninterrupted one.
+the order of sums. Writes config.json, model.safetensors, training.parquet, speed.json (tokens per second, MFU, peak memory)
+and manifest.json. An interrupted run continues from OUT.partial, with any N, and ends with the same weights as an
+uninterrupted one.
 """
 
 import argparse

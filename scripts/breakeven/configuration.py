@@ -262,15 +262,12 @@ def check_options(config: dict[str, Any], name: str) -> list[str]:
     flags = config["engines"][arm["engine"]]["flags"][config["hardware"]] | arm.get("flags", {})
     for names, option in (
         (("max-model-len", "context-length"), "--max-model-len"),
-        (TENSOR_PARALLEL, "--tensor-parallel-size"),
+        (engines.TENSOR_PARALLEL, "--tensor-parallel-size"),
     ):
         words += [word for flag in names if flag in flags for word in (option, str(flags[flag]))]
     for flag, value in sorted(flags.items()):
         words += ["--flag", flag if value is True else f"{flag}={value if isinstance(value, str) else as_json(value)}"]
     return words + [word for finding in arm.get("allow", []) for word in ("--allow", finding)]
-
-
-TENSOR_PARALLEL = ("tensor-parallel-size", "tensor_parallel_size", "tp-size", "tp_size", "tp")
 
 
 def gpus(config: dict[str, Any], rule: str, entry: dict[str, Any] | None = None) -> int:
@@ -288,7 +285,7 @@ def gpus(config: dict[str, Any], rule: str, entry: dict[str, Any] | None = None)
         settings = config["engines"][entry["engine"]]["flags"]["cuda"] | entry.get("flags", {})
     else:
         return 1 if rule in ON_GPU else 0
-    return next((int(settings[name]) for name in TENSOR_PARALLEL if name in settings), 1)
+    return engines.tensor_parallel(settings)
 
 
 ON_GPU = ("extract_hidden_states", "evaluate_drafter", "replay_served")
