@@ -73,7 +73,9 @@ ALONE = Ranks()
 
 def torchrun(count: int) -> list[str]:
     """The command of torchrun on this host, behind which a script and its options stand."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    # By address: a machine may have no name that resolves.
+    where = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={count}"]
+    return [sys.executable, "-m", "torch.distributed.run", *where]
 
 
 def launch(count: int) -> None:
