@@ -18,7 +18,7 @@ import torch
 
 from breakeven import cli, training
 from breakeven.drafter import Drafter, DrafterConfig
-from breakeven.hidden_states import encode
+from breakeven.hidden_states import Chosen, encode
 
 SHAPES = {
     "smollm2-135m": DrafterConfig(576, 1536, 9, 3, 64, 49152, 16000, [2, 15, 27], 1e-5, 1e5, None, 8192),
@@ -26,10 +26,11 @@ SHAPES = {
 }
 
 
-class RandomSequences:
+class RandomSequences(Chosen):
     """Random tokens, labels and hidden states, cut from one pool in memory; nothing is held out."""
 
     def __init__(self, config: DrafterConfig, tokens: int, codec: str, pool: int = 1 << 14):
+        super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.pool = {
             "token_ids": torch.randint(0, config.vocab_size, (pool,), generator=generator, dtype=torch.int32),

@@ -1,6 +1,10 @@
 """Labels, masks and loss against a literal reference; order of the data; interrupted and resumed runs."""
 
 import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from breakeven.drafter import DrafterConfig, Rows
 from breakeven.hidden_states import Capture, Responses, Sequences
 from breakeven.speed import training_flops
 
+ROOT = Path(__file__).parents[2]
 IDS = torch.arange(0, 120, 2)
 SETTINGS = training.Settings(ttt_steps=3, epochs=2, learning_rate=2e-3, batch_tokens=80)
 
@@ -344,3 +349,11 @@ def test_a_run_on_n_samples_reads_the_first_n(target_folder, states):
     assert sorted(i for batch in run.batches(0) for i in batch) == [1, 2, 3, 5]
     with pytest.raises(UserError, match="10 training samples are asked for, but there are 9"):
         training.Run(drafter, head_of(target_folder), Sequences([states]), SETTINGS, "cpu", samples=10)
+
+
+def test_the_throughput_benchmark_runs():
+    command = [sys.executable, ROOT / "benchmarks/train/throughput.py", "--steps", "8", "--batch-tokens", "512"]
+    done = subprocess.run([*command, "--ttt-steps", "1", "--peak-flops", "1e15"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["steps"] == 8 and report["tokens_per_second"] > 0 and 0 < report["mfu"] < 1
