@@ -97,8 +97,14 @@ def response_settings(section):
     return as_json(by_hardware(responses[section][responses["engine"]]))
 
 
+def shard_file(folder, name):
+    """A shard's file: in results/, or in the object store that config, storage, names for its folder."""
+    store = config["storage"].get(folder)
+    return storage.s3(f"{store}/{name}") if store else f"results/{folder}/{name}"
+
+
 def shards(folder, suffix):
-    return expand(f"results/{folder}/shard-{{shard}}.{suffix}", shard=SHARDS)
+    return [shard_file(folder, f"shard-{shard}.{suffix}") for shard in SHARDS]
 
 
 def sequences(suffix):
