@@ -1,4 +1,5 @@
 # All Python of the rules: which files, which parameters. Nothing here depends on time, machine or order.
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,12 @@ BENCHMARK_PROMPTS = configuration.benchmark_prompts(config)
 LAYERS = configuration.layers_option(config)
 ONLINE = config["hidden_states"]["mode"] == "online"
 STORED_CODEC = "none" if ONLINE else config["hidden_states"]["codec"]
+
+if config["storage"] and not importlib.util.find_spec("snakemake_storage_plugin_s3"):
+    raise WorkflowError(
+        f"config, storage: snakemake-storage-plugin-s3 is not beside {sys.executable}; run `make cluster` and use"
+        " .envs/cluster/bin/snakemake"
+    )
 
 NO_CURVE = (
     "config, data_curve: there is none; set it, for example"

@@ -65,7 +65,9 @@ def jobs(work: Path) -> list[dict[str, str]]:
     """Jobs of this project that Slurm remembers, in the order of their submission; rule and wildcards are the comment."""
     lines = slurm("scontrol", "show", "jobs", "--oneliner", "--details").splitlines()
     found = [
-        dict(re.findall(r"(\w+)=(.*?)(?=\s+\w+=|$)", line)) | {"line": line} for line in lines if "Comment=rule_" in line
+        dict(re.findall(r"(\w+)=(.*?)(?=\s+\w+=|$)", line)) | {"line": line}
+        for line in lines
+        if "Comment=rule_" in line
     ]
     return sorted((job for job in found if str(work) in job["line"]), key=lambda job: int(job["JobId"]))
 
