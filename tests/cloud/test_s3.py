@@ -92,7 +92,7 @@ def test_hidden_states_lie_in_the_store_and_come_back(finished, server, tmp_path
     assert not [path for path in (work / ".snakemake/storage").rglob("*") if path.is_file()]
     weights = "results/drafters/own/checkpoint/model.safetensors"
     assert (work / weights).read_bytes() == (finished / weights).read_bytes()
-    assert planned(work, *until, config=config) == {}
+    assert not planned(work, config=config).keys() & jobs.keys()
 
     assert len(stored(f"small/hidden_states/{SHARDS[1]}")) == 3
     assert planned(work, *until, config=config) == jobs | {"extract_hidden_states": 1}
