@@ -6,6 +6,7 @@ continues, to the results of a run without Slurm.
 Minutes on two cores, so not among the default tests. The tests build on each other, in the order of this file.
 """
 
+import contextlib
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from project import SMALL, copy_project, planned
@@ -49,14 +51,14 @@ def node() -> str:
 
 
 def start(work: Path, *arguments: str) -> subprocess.Popen:
-    """Snakemake with the shipped profile; only asks sooner whether jobs have ended."""
+    """Snakemake with the shipped profile; only asks sooner whether jobs have ended. Its output goes on in output.txt."""
     command = ["snakemake", "--configfile", SMALL, *PROFILE, "--slurm-init-seconds-before-status-checks", "5"]
     return subprocess.Popen(
         [*command, *arguments],
         cwd=work,
         text=True,
         stdin=subprocess.DEVNULL,
-        stdout=(work / "output.txt").open("w"),
+        stdout=(work / "output.txt").open("a"),
         stderr=subprocess.STDOUT,
     )
 
@@ -103,6 +105,16 @@ def unfinished(work: Path) -> list[str]:
     return torn + [str(p) for p in work.glob("results/**/.*.tmp")]
 
 
+def processes(work: Path) -> list[str]:
+    """What still runs in the project's folder, engines and their workers included."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cwd() == str(work):
+                found.append(process.name())
+    return found
+
+
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     return copy_project(tmp_path_factory.mktemp("a path with spaces") / "break even")
@@ -129,7 +141,7 @@ def test_a_cancelled_job_is_tried_again_with_more_and_a_failing_one_stops_the_ru
     assert "logs/build_vocabulary/own.log" in output, output[-4000:]
     assert "a fault of the test" in (work / "logs/build_vocabulary/own.log").read_text()
     assert unfinished(work) == [] and not (work / "results/drafters/own/vocabulary.safetensors").exists()
-    assert slurm("squeue", "-h") == ""
+    assert slurm("squeue", "-h") == "" and processes(work) == []
 
     first, second = (j for j in jobs(work) if j["Comment"] == f"rule_generate_responses_wildcards_{shard}")
     assert (first["JobState"], second["JobState"]) == ("CANCELLED", "COMPLETED")
