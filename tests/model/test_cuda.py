@@ -9,17 +9,18 @@ import torch
 import tinymodels
 from breakeven import target, training
 from breakeven.drafter import Drafter, DrafterConfig
-from breakeven.hidden_states import Capture, Responses, encode
+from breakeven.hidden_states import Capture, Chosen, Responses, encode
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 CONFIG = DrafterConfig(128, 256, 6, 2, 32, 500, 300, [1, 2, 3], 1e-6, 1e4, None, 2048)
 SETTINGS = training.Settings(ttt_steps=4, epochs=2, batch_tokens=1024, learning_rate=3e-3)
 
 
-class Random:
+class Random(Chosen):
     """Sequences of random tokens and hidden states; every tenth is held out."""
 
     def __init__(self, count=40, codec="bfloat16", longest=400):
+        super().__init__()
         draw = np.random.default_rng(0)
         generator = torch.Generator().manual_seed(0)
         self.sequences, self.answers = [], []
@@ -50,6 +51,9 @@ class Random:
 
     def stored(self, i, *names):
         return self.sequences[i]
+
+    def training(self, samples):
+        return [i for i, flag in enumerate(self.held_out) if not flag]
 
 
 def parts(device):
