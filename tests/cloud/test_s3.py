@@ -18,14 +18,9 @@ from project import ROOT, SMALL, linked_copy, planned, snakemake
 
 pytestmark = [pytest.mark.cloud, pytest.mark.engines]
 
-OVERLAY = 'storage: {hidden_states: "s3://breakeven/small/hidden_states"}\n'
-SHARDS = (
-    "shard-000000.manifest.json",
-    "shard-000000.safetensors",
-    "shard-000024.manifest.json",
-    "shard-000024.safetensors",
-)
-
+OVERLAY = """
+storage: {responses: "s3://breakeven/small/responses", hidden_states: "s3://breakeven/small/hidden_states"}
+"""
 
 # Runs where the plugin runs, with its client.
 CLIENT = """
@@ -34,15 +29,19 @@ setting = {name: os.environ["SNAKEMAKE_STORAGE_S3_" + name] for name in ("ENDPOI
 client = boto3.resource("s3", endpoint_url=setting["ENDPOINT_URL"], region_name="us-east-1",
                         aws_access_key_id=setting["ACCESS_KEY"], aws_secret_access_key=setting["SECRET_KEY"])
 bucket = client.Bucket("breakeven")
-for key in sys.argv[1:]:
+bucket.create()
+added, deleted = json.loads(sys.argv[1])
+for key, path in added.items():
+    bucket.upload_file(path, key)
+for key in deleted:
     bucket.Object(key).delete()
 print(json.dumps({o.key: hashlib.sha256(o.get()["Body"].read()).hexdigest() for o in bucket.objects.all()}))
 """
 
 
-def stored(*deleted: str) -> dict[str, str]:
-    """sha256 of each object in the bucket, by its key, after deleting some."""
-    command = [ROOT / ".envs/cluster/bin/python", "-c", CLIENT, *deleted]
+def stored(added: dict[str, str] | None = None, deleted: tuple[str, ...] = ()) -> dict[str, str]:
+    """sha256 of each object in the bucket, by its key, after adding files (key: path) and deleting some."""
+    command = [ROOT / ".envs/cluster/bin/python", "-c", CLIENT, json.dumps([added or {}, deleted])]
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ).stdout)
 
 
@@ -72,11 +71,17 @@ def server():
             process.wait()
 
 
-def test_hidden_states_lie_in_the_store_and_come_back(finished, server, tmp_path):
-    """Extraction writes there; vocabulary and training read from there, and end with the same drafter, bit for bit."""
+def test_shards_lie_in_the_store_and_come_back(finished, server, tmp_path):
+    """Responses that were copied there are read, hidden states written and read; the drafter is the same, bit for bit."""
     work = linked_copy(finished, tmp_path / "work")
-    shutil.rmtree(work / "results/hidden_states")
-    shutil.rmtree(work / "results/drafters")
+    shards = {
+        folder: {f"small/{folder}/{path.name}": str(path) for path in (finished / "results" / folder).iterdir()}
+        for folder in ("responses", "hidden_states")
+    }
+    assert [len(files) for files in shards.values()] == [4, 4]
+    stored(added=shards["responses"])
+    for folder in (*shards, "drafters"):
+        shutil.rmtree(work / "results" / folder)
     (work / "storage.yaml").write_text(OVERLAY)
     config = [SMALL, "storage.yaml"]
     until = ("--until", "train_drafter")
@@ -85,14 +90,14 @@ def test_hidden_states_lie_in_the_store_and_come_back(finished, server, tmp_path
     done = snakemake(work, *until, config=config)
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
 
-    wanted = {f"small/hidden_states/{name}": finished / "results/hidden_states" / name for name in SHARDS}
+    wanted = shards["responses"] | shards["hidden_states"]
     assert stored() == {key: artefacts.sha256(path) for key, path in wanted.items()}
     # Nothing stays on the disk of the machine but what later stages read.
-    assert not (work / "results/hidden_states").exists()
+    assert not [path for folder in shards for path in work.glob(f"results/{folder}/*")]
     assert not [path for path in (work / ".snakemake/storage").rglob("*") if path.is_file()]
     weights = "results/drafters/own/checkpoint/model.safetensors"
     assert (work / weights).read_bytes() == (finished / weights).read_bytes()
     assert not planned(work, config=config).keys() & jobs.keys()
 
-    assert len(stored(f"small/hidden_states/{SHARDS[1]}")) == 3
+    assert len(stored(deleted=("small/hidden_states/shard-000000.safetensors",))) == len(wanted) - 1
     assert planned(work, *until, config=config) == jobs | {"extract_hidden_states": 1}
