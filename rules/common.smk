@@ -1,4 +1,5 @@
 # All Python of the rules: which files, which parameters. Nothing here depends on time, machine or order.
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,12 @@ BENCHMARK_PROMPTS = configuration.benchmark_prompts(config)
 LAYERS = configuration.layers_option(config)
 ONLINE = config["hidden_states"]["mode"] == "online"
 STORED_CODEC = "none" if ONLINE else config["hidden_states"]["codec"]
+
+if config["storage"] and not importlib.util.find_spec("snakemake_storage_plugin_s3"):
+    raise WorkflowError(
+        f"config, storage: snakemake-storage-plugin-s3 is not beside {sys.executable}; run `make cluster` and use"
+        " .envs/cluster/bin/snakemake"
+    )
 
 NO_CURVE = (
     "config, data_curve: there is none; set it, for example"
@@ -97,8 +104,14 @@ def response_settings(section):
     return as_json(by_hardware(responses[section][responses["engine"]]))
 
 
+def shard_file(folder, name):
+    """A shard's file: in results/, or in the object store that config, storage, names for its folder."""
+    store = config["storage"].get(folder)
+    return storage.s3(f"{store}/{name}") if store else f"results/{folder}/{name}"
+
+
 def shards(folder, suffix):
-    return expand(f"results/{folder}/shard-{{shard}}.{suffix}", shard=SHARDS)
+    return [shard_file(folder, f"shard-{shard}.{suffix}") for shard in SHARDS]
 
 
 def sequences(suffix):

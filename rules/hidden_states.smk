@@ -3,10 +3,10 @@ rule extract_hidden_states:
         environment=environment("model"),
         script=script("extract_hidden_states"),
         target="results/target/manifest.json",
-        responses="results/responses/shard-{shard}.parquet",
+        responses=shard_file("responses", "shard-{shard}.parquet"),
     output:
-        states="results/hidden_states/shard-{shard}.safetensors",
-        manifest="results/hidden_states/shard-{shard}.manifest.json",
+        states=shard_file("hidden_states", "shard-{shard}.safetensors"),
+        manifest=shard_file("hidden_states", "shard-{shard}.manifest.json"),
     log:
         "logs/extract_hidden_states/shard-{shard}.log",
     benchmark:

@@ -7,8 +7,8 @@ rule generate_responses:
         target="results/target/manifest.json",
         pool="results/prompts/pool.parquet",
     output:
-        responses="results/responses/shard-{shard}.parquet",
-        manifest="results/responses/shard-{shard}.manifest.json",
+        responses=shard_file("responses", "shard-{shard}.parquet"),
+        manifest=shard_file("responses", "shard-{shard}.manifest.json"),
     log:
         "logs/generate_responses/shard-{shard}.log",
     benchmark:
