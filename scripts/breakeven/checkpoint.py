@@ -52,7 +52,11 @@ def engine_config(drafter: DrafterConfig, target_config: dict[str, Any]) -> dict
     }
     if drafter.mla:
         # vLLM takes model_type deepseek_v3 for DeepSeek's own multi-token prediction and rewrites the architecture.
-        config |= {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "rope_interleave": True}
+        config |= {
+            "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "rope_interleave": True,
+        }
         config |= asdict(drafter.mla)
         del config["head_dim"]
     config |= {flag: True for flag in FLAGS if getattr(drafter, flag)}

@@ -421,7 +421,10 @@ def initialise_from_drafter(drafter: Drafter, ids: Tensor, other: Drafter, other
 
 
 ATTENTION = tuple(f"self_attn.{name}_proj.weight" for name in "qkvo")
-OTHERS = (*(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")), *(f"{name}_layernorm.weight" for name in ("input", "post_attention")))
+OTHERS = (
+    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    *(f"{name}_layernorm.weight" for name in ("input", "post_attention")),
+)
 
 
 def target_tensor_names(config: dict[str, Any]) -> dict[str, str]:

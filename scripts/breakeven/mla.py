@@ -67,9 +67,7 @@ class LatentAttention(nn.Module):
         self.q_b_proj = nn.Linear(shape.q_lora_rank, heads * shape.qk_head_dim, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(2 * hidden, shape.kv_lora_rank + shape.qk_rope_head_dim, bias=False)
         self.kv_a_layernorm = RMSNorm(shape.kv_lora_rank, eps)
-        self.kv_b_proj = nn.Linear(
-            shape.kv_lora_rank, heads * (shape.qk_nope_head_dim + shape.v_head_dim), bias=False
-        )
+        self.kv_b_proj = nn.Linear(shape.kv_lora_rank, heads * (shape.qk_nope_head_dim + shape.v_head_dim), bias=False)
         self.o_proj = nn.Linear(heads * shape.v_head_dim, hidden, bias=False)
 
     def project(self, x: Tensor, rotary: nn.Module, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:

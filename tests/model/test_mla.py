@@ -6,14 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import tinymodels
-from breakeven import artefacts, checkpoint, hidden_states, preflight, speed, target, training, vocabulary, walk, whatif
+from breakeven import artefacts, checkpoint, hidden_states, preflight, speed, target, vocabulary, walk, whatif
 from breakeven.cli import UserError
 from breakeven.drafter import DrafterConfig, Rows, initialise_from_drafter
 
