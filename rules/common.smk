@@ -115,7 +115,9 @@ def sequences_option():
 
 def training_option():
     """Stored hidden states say themselves which layers they are."""
-    return f"--layers {LAYERS} --responses" if ONLINE else "--hidden-states"
+    tokens = config["hidden_states"]["batch_tokens"]
+    online = f"--layers {LAYERS} --batch-tokens {tokens} --responses"
+    return online if ONLINE else "--hidden-states"
 
 
 def arm_of(wildcards):

@@ -25,7 +25,7 @@ ENVIRONMENT=${ENVIRONMENT:-'{}'}
 TRAINING=${TRAINING:-'{"ttt_steps": 5, "epochs": 3, "learning_rate": 0.001, "batch_tokens": 8192, "seed": 0}'}
 # What the drafters learn from: hidden_states, extracted before; or responses, where the scripts take --responses and run
 # the target inside the training step.
-: "${DATA:=hidden_states}" "${EXTRACT_OPTIONS:=--batch-tokens 65536}" "${TRAIN_OPTIONS:=}"
+: "${DATA:=hidden_states}" "${EXTRACT_OPTIONS:=--batch-tokens 65536}" "${TRAIN_OPTIONS:=--batch-tokens 65536}"
 export ENGINE_PYTHON MODEL_PYTHON HARDWARE THREADS GPUS SCRIPTS FOLDER SHARD_SIZE SAMPLES_PER_PROMPT GREEDY_FIRST ENGINE
 export SAMPLING SETTINGS ENVIRONMENT NAME VOCABULARY INITIALISE_FROM TRAINING DATA EXTRACT_OPTIONS TRAIN_OPTIONS
 
@@ -59,11 +59,11 @@ evaluate() {
 # One item of a stage, unless its result is there: on the GPU of its slot, with a log of its own.
 one() {
     shopt -s nullglob
-    local gpus result data=("--${DATA//_/-}" "$FOLDER/$DATA"/shard-*.{parquet,safetensors})
+    local gpus result log=$1-$NAME-$2 data=("--${DATA//_/-}" "$FOLDER/$DATA"/shard-*.{parquet,safetensors})
     read -ra gpus <<<"$GPUS"
     case $1 in
-    generate) result=responses/shard-$2.manifest.json ;;
-    extract) result=hidden_states/shard-$2.manifest.json ;;
+    generate) result=responses/shard-$2.manifest.json log=$1-$2 ;;
+    extract) result=hidden_states/shard-$2.manifest.json log=$1-$2 ;;
     vocabulary) result=drafters/$NAME-$2/vocabulary.manifest.json ;;
     train) result=drafters/$NAME-$2/checkpoint/manifest.json ;;
     evaluate) result=drafters/$NAME-$2/offline.manifest.json ;;
@@ -71,8 +71,8 @@ one() {
     [ ! -f "$FOLDER/$result" ] || return 0
     echo "$(date +%T) $1 $2"
     mkdir -p "$FOLDER/logs"
-    CUDA_VISIBLE_DEVICES=${gpus[SLOT % ${#gpus[@]}]} "$1" "$2" >"$FOLDER/logs/$1-$2.log" 2>&1 ||
-        { echo "error: $1 $2 failed; see $FOLDER/logs/$1-$2.log" >&2 && return 1; }
+    CUDA_VISIBLE_DEVICES=${gpus[SLOT % ${#gpus[@]}]} "$1" "$2" >"$FOLDER/logs/$log.log" 2>&1 ||
+        { echo "error: $1 $2 failed; see $FOLDER/logs/$log.log" >&2 && return 1; }
 }
 export -f generate extract vocabulary train evaluate one
 [ $# -gt 0 ] || set -- generate extract vocabulary train evaluate

@@ -46,6 +46,9 @@ def main() -> None:
         help="with --responses: the target's layers, as extract_hidden_states.py takes them",
     )
     parser.add_argument(
+        "--batch-tokens", default=8192, type=int, help="with --responses: tokens in one forward pass of the target"
+    )
+    parser.add_argument(
         "--settings", default={}, type=json.loads, help="training settings as JSON, see training.Settings"
     )
     parser.add_argument(
@@ -68,7 +71,7 @@ def main() -> None:
     torch.manual_seed(settings.seed)
     config = target.text_config(args.target)
     layers = layers_option(args.layers, config["num_hidden_layers"])
-    sequences = hidden_states.open_sequences(args, layers, args.device, settings.batch_tokens)
+    sequences = hidden_states.open_sequences(args, layers, args.device, args.batch_tokens)
     maps = load_file(args.vocabulary)
     ids = torch.from_numpy(target_ids(maps["d2t"]))
     names = target_tensor_names(config)

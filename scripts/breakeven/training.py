@@ -26,7 +26,7 @@ from breakeven import artefacts
 from breakeven.cli import Progress, UserError, logger
 from breakeven.crossentropy import soft_cross_entropy
 from breakeven.drafter import BLOCK, Drafter, Rows, autocast, row_blocks
-from breakeven.hidden_states import Responses, Sequences, captured_states, decode
+from breakeven.hidden_states import Capture, Responses, Sequences, captured_states, decode
 from breakeven.speed import Meter, training_flops
 
 
@@ -57,8 +57,9 @@ class Batch:
     int64, places of the rows and of the first position of their sequence; source [S, R] int64 and counted [S, R] bool:
     at step s, label l is predicted by row source[s, l], if counted. features [T, A, H] and last [T, H] as stored, with
     scales if the codec has them; argmax [T] int64, the target's greedy next token, -1 where unknown; these three are
-    None where the target is still to be run. spans, counts, indices: see drafter.Rows and row_blocks.
-    Behind the sequences there may be padding: positions that no row sees, rows that are never counted.
+    None where the target is still to be run. spans: see drafter.Rows.
+    With `blocks`, attention is by blocks, and there may be padding behind the sequences: positions that no row sees, each
+    a sequence of its own, and rows that are never counted.
     """
 
     tokens: Tensor
@@ -74,8 +75,7 @@ class Batch:
     last_scale: Tensor | None
     argmax: Tensor | None
     spans: list[tuple[int, int, int, int]]
-    counts: Tensor | None
-    indices: Tensor | None
+    blocks: bool
     flops: tuple[int, int, int, int]  # tokens, rows, counted pairs, keys seen: arguments of speed.training_flops
 
     def to(self, device: str) -> "Batch":
@@ -88,10 +88,9 @@ class Batch:
         return replace(self, **tensors)
 
     def rows(self) -> Rows:
-        if self.counts is None:
+        if not self.blocks:
             return Rows(self.index, self.positions, self.spans)
-        blocks = row_blocks(self.counts, self.indices, self.starts, self.index, len(self.tokens))
-        return Rows(self.index, self.positions, [], blocks)
+        return Rows(self.index, self.positions, [], row_blocks(self.starts, self.index, len(self.tokens)))
 
 
 def join(parts: list[Tensor], length: int, pin: bool) -> Tensor:
@@ -128,7 +127,6 @@ def collate(
         (int(a), int(a + n), int(r0), int(r1)) for a, n, r0, r1 in zip(starts_of, lengths, firsts, ends, strict=True)
     ]
     flops = used, len(index), int(counted.sum()), int((positions[index] + 1).sum())
-    counts = blocks = None
     length = used
     if shape is not None:
         length, height = shape
@@ -138,9 +136,6 @@ def collate(
         starts = np.pad(starts, (0, spare), constant_values=used if used < length else starts_of[-1])
         source, counted = np.pad(source, ((0, 0), (0, spare))), np.pad(counted, ((0, 0), (0, spare)))
         positions = np.pad(positions, (0, length - used))
-        low = starts.reshape(-1, BLOCK).min(1) // BLOCK
-        counts = index.reshape(-1, BLOCK).max(1) // BLOCK - low + 1
-        blocks = np.minimum(low[:, None] + np.arange(length // BLOCK), length // BLOCK - 1)
 
     def tensor(x, dtype=torch.int64):
         made = torch.from_numpy(np.ascontiguousarray(x)).to(dtype)
@@ -162,24 +157,55 @@ def collate(
         last_scale=stored.get("last_scale"),
         argmax=None if argmax is None else argmax.long(),
         spans=spans,
-        counts=None if counts is None else tensor(counts, torch.int32),
-        indices=None if blocks is None else tensor(blocks, torch.int32),
+        blocks=shape is not None,
         flops=flops,
     )
 
 
 @torch.no_grad()
-def prepare(batch: Batch, sequences: Sequences | Responses, device: str) -> Batch:
-    """A collated batch on the device, hidden states decoded, or computed by the target where they are not stored."""
-    batch = batch.to(device)
-    if batch.features is not None:
-        features, last = decode(batch.features, batch.features_scale), decode(batch.last, batch.last_scale)
-        return replace(batch, features=features, last=last)
-    features, last = captured_states(sequences.capture, batch.tokens, batch.lengths, sequences.budget)
-    argmax = torch.full_like(batch.tokens, -1)
-    for labels in (batch.index + 1).clamp(max=len(batch.tokens) - 1).split(2048):
-        argmax[labels] = sequences.capture.logits(last[labels]).argmax(-1)
-    return replace(batch, features=features, last=last, argmax=argmax)
+def decoded(batch: Batch) -> Batch:
+    """The batch with its stored hidden states decoded."""
+    features, last = decode(batch.features, batch.features_scale), decode(batch.last, batch.last_scale)
+    return replace(batch, features=features, last=last)
+
+
+@torch.no_grad()
+def computed(batches: list[Batch], capture: Capture, budget: int) -> list[Batch]:
+    """Batches of one T without hidden states, with those that the target computes for them.
+
+    With attention by blocks, one forward pass over all of them, filled up to `budget` tokens so that its shape is always
+    the same: the pass of a small target over a single batch is bound by the launch of its kernels. Else padded passes.
+    """
+    size = len(batches[0].tokens)
+    if batches[0].blocks:
+        spare = max(0, budget // size - len(batches)) * size
+        tokens, positions = (
+            F.pad(torch.cat([getattr(b, x) for b in batches]), (0, spare)) for x in ("tokens", "positions")
+        )
+        captured = capture.packed(tokens, positions)
+        states = [(captured.features[a : a + size], captured.last[a : a + size]) for a in range(0, len(tokens), size)]
+    else:
+        states = [captured_states(capture, batch.tokens, batch.lengths, budget) for batch in batches]
+    made = []
+    for batch, (features, last) in zip(batches, states, strict=False):
+        argmax = torch.full_like(batch.tokens, -1)
+        for labels in (batch.index + 1).clamp(max=size - 1).split(2048):
+            argmax[labels] = capture.logits(last[labels]).argmax(-1)
+        made.append(replace(batch, features=features, last=last, argmax=argmax))
+    return made
+
+
+def alike(batches: Iterable[Batch], budget: int) -> Iterator[list[Batch]]:
+    """Neighbours of one T together, of at most `budget` tokens (at least one batch)."""
+    group: list[Batch] = []
+    for batch in batches:
+        size = len(batch.tokens)
+        if group and (size != len(group[0].tokens) or (len(group) + 1) * size > budget):
+            yield group
+            group = []
+        group.append(batch)
+    if group:
+        yield group
 
 
 def epoch_batches(lengths: list[int], indices: list[int], budget: int, seed: int, epoch: int) -> list[list[int]]:
@@ -337,7 +363,8 @@ class Run:
         batches = [batch for epoch in range(self.settings.epochs) for batch in self.batches(epoch)]
         fitting = [b for b in batches + self.validation_batches() if len(b) > 1] or [[]]
         rows = max(sum(answers[i] for i in batch) for batch in fitting)
-        return rounded(self.settings.batch_tokens), rounded(max(rows, 1))
+        # Rounded coarsely, so that runs of other sizes find what was compiled for this one.
+        return rounded(self.settings.batch_tokens), rounded(max(rows, 1), 4 * BLOCK)
 
     def _collate(self, indices: list[int]) -> Batch:
         shape = self.shape
@@ -353,8 +380,15 @@ class Run:
     def _batches(self, batches: list[list[int]]) -> Iterator[Batch]:
         """Prepared batches on the device; on CUDA the next one is copied there, on a stream of its own, meanwhile."""
         collated = ahead(self._collate, batches, self.WORKERS if self.cuda else 0)
-        for batch in copied_ahead(collated, self.device) if self.cuda else collated:
-            yield prepare(batch, self.sequences, self.device)
+        yield from self._with_states(copied_ahead(collated, self.device) if self.cuda else collated)
+
+    def _with_states(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Batches on the device with their hidden states, stored or computed by the target."""
+        if isinstance(self.sequences, Responses):
+            for group in alike(batches, self.sequences.budget if self.cuda else 0):
+                yield from computed(group, self.sequences.capture, self.sequences.budget)
+        else:
+            yield from map(decoded, batches)
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
@@ -501,9 +535,9 @@ def copied_ahead(batches: Iterable[Batch], device: str) -> Iterator[Batch]:
         yield arrived()
 
 
-def rounded(count: int) -> int:
-    """The next multiple of BLOCK."""
-    return -(-count // BLOCK) * BLOCK
+def rounded(count: int, unit: int = BLOCK) -> int:
+    """The next multiple of `unit`."""
+    return -(-count // unit) * unit
 
 
 def fingerprint(settings: Settings, drafter: Drafter, inputs: dict[str, str]) -> str:

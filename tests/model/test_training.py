@@ -1,6 +1,10 @@
 """Labels, masks and loss against a literal reference; order of the data; interrupted and resumed runs."""
 
 import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from breakeven.drafter import DrafterConfig, Rows
 from breakeven.hidden_states import Capture, Responses, Sequences
 from breakeven.speed import training_flops
 
+ROOT = Path(__file__).parents[2]
 IDS = torch.arange(0, 120, 2)
 SETTINGS = training.Settings(ttt_steps=3, epochs=2, learning_rate=2e-3, batch_tokens=80)
 
@@ -242,6 +247,14 @@ def test_online_training_is_training_on_the_store(target_folder, states, respons
         assert a["loss"] == pytest.approx(b["loss"], rel=0.05)
 
 
+def test_batches_of_one_length_share_a_forward_pass_within_the_budget(target_folder, states):
+    sequences = Sequences([states])
+    made = [training.collate(sequences, [i], 3, shape) for i, shape in enumerate([(256, 128)] * 5 + [(512, 128)] * 2)]
+    sizes = [[len(b.tokens) for b in group] for group in training.alike(made, 600)]
+    assert sizes == [[256, 256], [256, 256], [256], [512], [512]]
+    assert [b for group in training.alike(made, 0) for b in group] == made
+
+
 def test_a_loss_that_is_not_finite_stops_with_its_step(target_folder, states):
     run = make_run(target_folder, states, dataclasses.replace(SETTINGS, learning_rate=1e30, warmup=0.0))
     with pytest.raises(UserError, match=r"the loss is nan at optimizer step [1-9]"):
@@ -318,3 +331,11 @@ def test_a_run_on_n_samples_reads_the_first_n(target_folder, states):
     assert sorted(i for batch in run.batches(0) for i in batch) == [1, 2, 3, 5]
     with pytest.raises(UserError, match="10 training samples are asked for, but there are 9"):
         training.Run(drafter, head_of(target_folder), Sequences([states]), SETTINGS, "cpu", samples=10)
+
+
+def test_the_throughput_benchmark_runs():
+    command = [sys.executable, ROOT / "benchmarks/train/throughput.py", "--steps", "8", "--batch-tokens", "512"]
+    done = subprocess.run([*command, "--ttt-steps", "1", "--peak-flops", "1e15"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["steps"] == 8 and report["tokens_per_second"] > 0 and 0 < report["mfu"] < 1
