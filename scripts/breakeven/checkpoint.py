@@ -59,7 +59,7 @@ def engine_config(drafter: DrafterConfig, target_config: dict[str, Any]) -> dict
         }
         config |= asdict(drafter.mla)
         del config["head_dim"]
-    config |= {flag: True for flag in FLAGS if getattr(drafter, flag)}
+    config |= {flag: True for flag in (*FLAGS, "fc_norm") if getattr(drafter, flag)}
     return config | export_ids(drafter.layers, family(target_config), target_config["num_hidden_layers"])
 
 
@@ -102,10 +102,11 @@ def read_config(folder: Path, target_folder: Path) -> DrafterConfig:
     shape = DrafterConfig.from_target(stated, config.get("draft_vocab_size") or config["vocab_size"], [])
     shape.layers = layers(folder, config, target_config["num_hidden_layers"])
     nested = config.get("eagle_config") or {}
-    # Read as vLLM reads them: norm_before_fc may stand in eagle_config, the other two stand at the top level only.
+    # Read as vLLM reads them: norm_before_fc may stand in eagle_config, the others stand at the top level only.
     shape.norm_before_fc = bool(nested.get("norm_before_fc", config.get("norm_before_fc", False)))
     shape.norm_before_residual = bool(config.get("norm_before_residual", False))
     shape.norm_output = bool(config.get("norm_output", False))
+    shape.fc_norm = bool(config.get("fc_norm", False))
     return shape
 
 

@@ -54,6 +54,7 @@ class DrafterConfig:
     norm_before_residual: bool = False  # the residual is the normed features
     norm_before_fc: bool = False  # one norm over all target hidden states before fc
     norm_output: bool = False  # the next step's features are the layer's output after the final norm
+    fc_norm: bool = False  # each target hidden state has a norm of its own before fc ("EAGLE-3.1")
 
     @classmethod
     def from_target(cls, config: dict[str, Any], draft_vocab_size: int, layers: list[int]) -> "DrafterConfig":
@@ -233,6 +234,8 @@ class Drafter(nn.Module):
         self.config = config
         width = len(config.layers) * config.hidden_size
         self.input_norm = RMSNorm(width, config.rms_norm_eps) if config.norm_before_fc else nn.Identity()
+        norms = [RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in config.layers] if config.fc_norm else []
+        self.fc_norm = nn.ModuleList(norms)
         self.fc = nn.Linear(width, config.hidden_size, bias=False)
         self.midlayer = Layer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -246,7 +249,10 @@ class Drafter(nn.Module):
 
     def fuse(self, features: Tensor) -> Tensor:
         """Target hidden states [B, T, A, H] -> fused features [B, T, H]."""
-        return self.fc(self.input_norm(features.flatten(-2).to(self.dtype)))
+        features = features.to(self.dtype)
+        if self.config.fc_norm:
+            features = torch.stack([norm(f) for norm, f in zip(self.fc_norm, features.unbind(-2), strict=True)], -2)
+        return self.fc(self.input_norm(features.flatten(-2)))
 
     @property
     def dtype(self) -> torch.dtype:

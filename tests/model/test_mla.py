@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -209,6 +210,23 @@ def test_plain_attention_under_an_mla_target_is_loaded_too(mla_target, tmp_path)
     assert loaded.config == shape
     mine = tinymodels.random_drafter(DrafterConfig(**vars(shape) | {"draft_vocab_size": 90}))
     assert initialise_from_drafter(mine, torch.arange(90), loaded, IDS) == 45
+
+
+def test_norms_of_each_hidden_state_before_fc(mla_target, tmp_path):
+    """fc_norm and norm_output, the flags of drafters called EAGLE-3.1, are kept from load to save."""
+    shape = replace(tinymodels.make_drafter(mla_target, IDS).config, fc_norm=True, norm_output=True)
+    drafter = tinymodels.random_drafter(shape)
+    with torch.no_grad():
+        for norm in drafter.fc_norm:
+            norm.weight.copy_(torch.rand(32).bfloat16() + 0.5)
+    features = torch.randn(1, 5, 3, 32)
+    normed = [F.rms_norm(features[:, :, i], (32,), drafter.fc_norm[i].weight, 1e-6) for i in range(3)]
+    torch.testing.assert_close(drafter.fuse(features), torch.cat(normed, -1) @ drafter.fc.weight.T)
+    checkpoint.save(tmp_path, drafter, *vocabulary.maps(IDS.numpy(), 120), target.text_config(mla_target))
+    loaded, _ = checkpoint.load(tmp_path, mla_target, "cpu")
+    assert loaded.config == shape and torch.equal(loaded.fc_norm[2].weight, drafter.fc_norm[2].weight)
+    case = preflight.Case(tmp_path, mla_target, "vllm", "0.32.0", layers=[1, 3, 5])
+    assert [f.id for f in preflight.examine(case) if f.level == "ERROR"] == []
 
 
 def test_flops_count_the_latents(mla_target):
