@@ -237,6 +237,17 @@ def response_gpus(wildcards):
     return gpus("generate_responses")
 
 
+def drafter_gpus(wildcards):
+    return configuration.gpus(
+        config, "train_drafter", config["drafters"][wildcards.drafter]
+    )
+
+
+def drafter_threads(wildcards):
+    """Each rank prepares its own batches."""
+    return config["threads"] * max(1, drafter_gpus(wildcards))
+
+
 def arm_gpus(wildcards):
     return configuration.gpus(config, "benchmark", arm_of(wildcards))
 

@@ -52,6 +52,9 @@ class Random(Chosen):
     def stored(self, i, *names):
         return self.sequences[i]
 
+    def training(self, samples):
+        return [i for i, flag in enumerate(self.held_out) if not flag]
+
 
 def parts(device):
     torch.manual_seed(0)

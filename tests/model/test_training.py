@@ -184,6 +184,24 @@ def test_a_packed_batch_is_its_sequences_one_by_one(target_folder, states):
             torch.testing.assert_close(mine, reference, rtol=1e-3, atol=1e-5)
 
 
+def test_the_batches_of_a_step_are_one_larger_batch(target_folder, states):
+    """Loss, counts and gradients: the mean is over the rows of all, however they are cut into batches."""
+    run = make_run(target_folder, states)
+    cuts = [[[1, 2, 3, 5]], [[1], [2, 3, 5]], [[5], [2], [3], [1]]]
+    found = []
+    for cut in cuts:
+        batches = [training.collate(run.sequences, indices, 3) for indices in cut]
+        rows = sum(training.labelled(run.head, batch)[2].sum(1) for batch in batches)
+        parts = [training.chain_loss(run.drafter, run.head, batch, SETTINGS, rows=rows) for batch in batches]
+        loss, right, counted = (sum(values) for values in zip(*parts, strict=True))
+        found.append([loss, right, counted, *gradients(run.drafter, loss)])
+    for other in found[1:]:
+        for mine, reference in zip(other, found[0], strict=True):
+            torch.testing.assert_close(mine, reference, rtol=1e-3, atol=1e-5)
+    whole, _, _ = training.chain_loss(run.drafter, run.head, training.collate(run.sequences, cuts[0][0], 3), SETTINGS)
+    torch.testing.assert_close(found[2][0], whole, rtol=1e-5, atol=1e-5)
+
+
 def test_sequences_of_a_packed_batch_do_not_see_each_other(target_folder, states):
     run = make_run(target_folder, states)
     together = training.collate(run.sequences, [1, 2], 3)
