@@ -348,7 +348,7 @@ def attend_by_blocks(q: Tensor, context: Context, rows: Rows) -> Tensor:
     query = q.float().view(grouped)
     scores = [(query * k.float()[:, :, None]).sum(-1) * width**-0.5 for k in keys[1:]]
     weights = torch.stack([extra.lse.float().view(grouped[:-1]), *scores]).softmax(dim=0)
-    merged = weights[0][..., None] * attended.float().view(*grouped[:-1], -1)
+    merged = weights[0][..., None] * attended.float().unflatten(1, (grouped[1], -1))
     for weight, v in zip(weights[1:], values[1:], strict=True):
         merged = merged + weight[..., None] * v.float()[:, :, None]
     return merged.view(attended.shape).to(q.dtype)
@@ -448,7 +448,7 @@ def target_tensor_names(config: dict[str, Any]) -> dict[str, str]:
     """
     last = config["num_hidden_layers"] - 1
     layer = f"model.layers.{last}."
-    names = {name: layer + name for name in (*(mla.TENSORS if LatentShape.of(config) else ATTENTION), *OTHERS)}
+    names = {name: layer + name for name in (*(mla.TENSORS if config.get("kv_lora_rank") else ATTENTION), *OTHERS)}
     if config.get("n_routed_experts") and last >= config.get("first_k_dense_replace", 0):
         names = {short: name.replace(".mlp.", ".mlp.shared_experts.") for short, name in names.items()}
     head = "model.embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"
