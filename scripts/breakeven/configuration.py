@@ -213,9 +213,11 @@ def fetched_drafters(config: dict[str, Any]) -> list[str]:
 
 
 def checkpoint_folder(config: dict[str, Any], drafter: str) -> str:
-    """Where a drafter's checkpoint lies: trained, fetched, or given."""
+    """Where a drafter's checkpoint lies: trained, fetched, random, or given."""
     if drafter in fetched_drafters(config):
         return f"results/published/{drafter}/checkpoint"
+    if config["drafters"][drafter].get("checkpoint") == "random":
+        return "results/stepcost/drafter"
     return config["drafters"][drafter].get("checkpoint", f"results/drafters/{drafter}/checkpoint")
 
 
@@ -237,8 +239,8 @@ def checkpoint_files(config: dict[str, Any], drafter: str) -> list[str]:
     if drafter in fetched_drafters(config):
         return [f"results/published/{drafter}/manifest.json"]
     folder = config["drafters"][drafter].get("checkpoint")
-    if folder is None:
-        return [f"results/drafters/{drafter}/checkpoint/manifest.json"]
+    if folder in (None, "random"):
+        return [f"{checkpoint_folder(config, drafter)}/manifest.json"]
     files = [Path(folder) / "config.json", *sorted(Path(folder).glob("*.safetensors"))]
     if not files[0].is_file() or len(files) < 2:
         raise UserError(
