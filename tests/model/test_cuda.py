@@ -9,8 +9,8 @@ import torch
 import tinymodels
 from breakeven import target, training
 from breakeven.drafter import Drafter, DrafterConfig
-from breakeven.mla import LatentShape
 from breakeven.hidden_states import Capture, Chosen, Responses, encode
+from breakeven.mla import LatentShape
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 CONFIG = DrafterConfig(128, 256, 6, 2, 32, 500, 300, [1, 2, 3], 1e-6, 1e4, None, 2048)
