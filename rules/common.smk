@@ -1,4 +1,5 @@
 # All Python of the rules: which files, which parameters. Nothing here depends on time, machine or order.
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,12 @@ RESPONSES_ENVIRONMENT = (
 STATES_ENGINE = config["hidden_states"]["engine"]
 STATES_ENVIRONMENT = "model" if STATES_ENGINE == "transformers" else STATES_ENGINE
 STORED_CODEC = "none" if ONLINE else config["hidden_states"]["codec"]
+
+if config["storage"] and not importlib.util.find_spec("snakemake_storage_plugin_s3"):
+    raise WorkflowError(
+        f"config, storage: snakemake-storage-plugin-s3 is not beside {sys.executable}; run `make cluster` and use"
+        " .envs/cluster/bin/snakemake"
+    )
 
 NO_CURVE = (
     "config, data_curve: there is none; set it, for example"
@@ -130,8 +137,14 @@ def states_settings(section):
     )
 
 
+def shard_file(folder, name):
+    """A shard's file: in results/, or in the object store that config, storage, names for its folder."""
+    store = config["storage"].get(folder)
+    return storage.s3(f"{store}/{name}") if store else f"results/{folder}/{name}"
+
+
 def shards(folder, suffix):
-    return expand(f"results/{folder}/shard-{{shard}}.{suffix}", shard=SHARDS)
+    return [shard_file(folder, f"shard-{shard}.{suffix}") for shard in SHARDS]
 
 
 def sequences(suffix):
@@ -148,7 +161,9 @@ def sequences_option():
 
 def training_option():
     """Stored hidden states say themselves which layers they are."""
-    return f"--layers {LAYERS} --responses" if ONLINE else "--hidden-states"
+    tokens = config["hidden_states"]["batch_tokens"]
+    online = f"--layers {LAYERS} --batch-tokens {tokens} --responses"
+    return online if ONLINE else "--hidden-states"
 
 
 def arm_of(wildcards):
@@ -277,7 +292,7 @@ def parity_states():
 
 
 def parity_states_option():
-    return "" if ONLINE else f"--hidden-states {parity_states()}"
+    return "" if ONLINE else "--hidden-states"
 
 
 def parity_gpus(wildcards):
@@ -290,6 +305,17 @@ def states_gpus(wildcards):
 
 def response_gpus(wildcards):
     return gpus("generate_responses")
+
+
+def drafter_gpus(wildcards):
+    return configuration.gpus(
+        config, "train_drafter", config["drafters"][wildcards.drafter]
+    )
+
+
+def drafter_threads(wildcards):
+    """Each rank prepares its own batches."""
+    return config["threads"] * max(1, drafter_gpus(wildcards))
 
 
 def arm_gpus(wildcards):

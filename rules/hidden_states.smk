@@ -10,10 +10,10 @@ rule extract_hidden_states:
             ),
         ),
         target="results/target/manifest.json",
-        responses="results/responses/shard-{shard}.parquet",
+        responses=shard_file("responses", "shard-{shard}.parquet"),
     output:
-        states="results/hidden_states/shard-{shard}.safetensors",
-        manifest="results/hidden_states/shard-{shard}.manifest.json",
+        states=shard_file("hidden_states", "shard-{shard}.safetensors"),
+        manifest=shard_file("hidden_states", "shard-{shard}.manifest.json"),
     log:
         "logs/extract_hidden_states/shard-{shard}.log",
     benchmark:
@@ -37,7 +37,8 @@ rule extract_hidden_states:
         codec=lookup("hidden_states/codec", within=config),
         device=HARDWARE,
     shell:
-        "{params.python} {input.script[0]} --target results/target --responses {input.responses}"
+        "{params.python} scripts/on_gpus.py {resources.gpu} {input.script[0]}"
+        " --target results/target --responses {input.responses}"
         " --engine {params.engine} --settings {params.settings:q} --environment {params.environment:q}"
         " --layers {params.layers} --codec {params.codec} --batch-tokens {params.batch_tokens} --device {params.device}"
         " --threads {threads} --out {output.states} > {log} 2>&1"
@@ -74,6 +75,7 @@ rule check_parity:
         states=parity_states_option(),
         device=HARDWARE,
     shell:
-        "{params.python} {input.script[0]} --target results/target --responses {input.responses} {params.states}"
+        "{params.python} {input.script[0]} --target results/target --responses {input.responses}"
+        " {params.states} {input.states}"
         " --engine {wildcards.engine} --settings {params.settings:q} --environment {params.environment:q}"
         " --layers {params.layers} --device {params.device} --threads {threads} --out {output.table} > {log} 2>&1"

@@ -5,8 +5,8 @@ rule generate_responses:
         target="results/target/manifest.json",
         pool="results/prompts/pool.parquet",
     output:
-        responses="results/responses/shard-{shard}.parquet",
-        manifest="results/responses/shard-{shard}.manifest.json",
+        responses=shard_file("responses", "shard-{shard}.parquet"),
+        manifest=shard_file("responses", "shard-{shard}.manifest.json"),
     log:
         "logs/generate_responses/shard-{shard}.log",
     benchmark:
@@ -33,7 +33,8 @@ rule generate_responses:
         endpoint=endpoint_option,
         hardware=HARDWARE,
     shell:
-        "{params.python} {input.script[0]} --target results/target --pool {input.pool} --start {wildcards.shard}"
+        "{params.python} scripts/on_gpus.py {resources.gpu} {input.script[0]}"
+        " --target results/target --pool {input.pool} --start {wildcards.shard}"
         " --count {params.shard_size} --engine {params.engine} --sampling {params.sampling:q}"
         " --samples-per-prompt {params.samples} {params.greedy_first} --settings {params.settings:q}"
         " --environment {params.environment:q} {params.endpoint:q} --hardware {params.hardware}"

@@ -88,6 +88,15 @@ def engine(name: str) -> ModuleType:
     return importlib.import_module(f"breakeven.engines.{name}")
 
 
+# The spellings of both engines, as options and as arguments.
+TENSOR_PARALLEL = ("tensor-parallel-size", "tensor_parallel_size", "tp-size", "tp_size", "tp")
+
+
+def tensor_parallel(settings: dict[str, Any]) -> int:
+    """How many GPUs an engine with these flags or arguments spreads the target over."""
+    return next((int(settings[name]) for name in TENSOR_PARALLEL if name in settings), 1)
+
+
 def prepare(module: ModuleType, hardware: str, environment: dict[str, str]) -> None:
     """Put an engine's environment variables in force in this process, before the engine is imported."""
     variables = module.environment(hardware) | environment
