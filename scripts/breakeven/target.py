@@ -78,21 +78,11 @@ def load_tensors(folder: Path | str, names: list[str]) -> dict[str, Any]:
 
 
 def load_norm_and_head(folder: Path | str) -> tuple[Any, Any]:
-    """The final norm's weight [H] and the output head's [V, H] (the embeddings where they are tied), whatever the prefix."""
-    from safetensors import safe_open
-
-    names = []
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            names += file.keys()
-    chosen = []
-    for endings in (("model.norm.weight",), ("lm_head.weight", "embed_tokens.weight")):
-        found = [name for ending in endings for name in names if name.endswith(ending)]
-        if not found:
-            raise UserError(f"{folder}: the checkpoint has no tensor named ...{endings[0]}")
-        chosen.append(found[0])
-    tensors = load_tensors(folder, chosen)
-    return tensors[chosen[0]], tensors[chosen[1]]
+    """The final norm's weight [H] and the output head's [V, H], which are the embeddings where they are tied."""
+    tied = text_config(folder).get("tie_word_embeddings")
+    names = ["model.norm.weight", "model.embed_tokens.weight" if tied else "lm_head.weight"]
+    tensors = load_tensors(folder, names)
+    return tensors[names[0]], tensors[names[1]]
 
 
 def load_model(folder: Path | str, device: str, dtype: str = "bfloat16"):

@@ -83,15 +83,9 @@ def test_rows_behind_a_sequence_are_refused(extracted, target_folder, tmp_path):
         shard_file.extract(Wrong(), target_folder, DISTINCT, *extracted[:2], tmp_path / "shard", "bfloat16", {})
 
 
-def test_the_head_is_found_under_any_prefix_and_a_missing_one_named(target_folder, tmp_path):
-    from safetensors.torch import save_file
-
-    norm, head = target.load_norm_and_head(target_folder)
-    assert norm.shape == (32,) and head.shape == (tinymodels.VOCABULARY, 32)
-    nested = {"language_model.model.norm.weight": torch.ones(3), "language_model.lm_head.weight": torch.zeros(5, 3)}
-    save_file(nested | {"vision_tower.norm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
-    norm, head = target.load_norm_and_head(tmp_path)
-    assert norm.shape == (3,) and head.shape == (5, 3)
-    save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"no tensor named ...lm_head.weight"):
-        target.load_norm_and_head(tmp_path)
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_is_the_embeddings_where_they_are_tied(tmp_path, tied):
+    folder = tinymodels.write_target(tmp_path, tie_word_embeddings=tied)
+    norm, head = target.load_norm_and_head(folder)
+    model = target.load_model(folder, "cpu")
+    assert torch.equal(norm, model.model.norm.weight) and torch.equal(head, model.lm_head.weight)
