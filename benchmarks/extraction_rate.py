@@ -36,11 +36,16 @@ class Timed:
             finished = self.module.extract(folder, sequences, path, layers, config, settings)
         for i, *more in finished:
             self.times.append((time.perf_counter(), time.process_time(), len(sequences[i])))
+            if len(self.times) == len(sequences):
+                self.wait_for_rows(path)
+                self.end = time.perf_counter(), time.process_time()
             yield i, *more
+
+    def wait_for_rows(self, path):
+        cu_seqlens = shard_file.open_writable(path)["cu_seqlens"]
         if self.plain:
-            shard_file.open_writable(shard_file.rows_path(path))["rows"].copy_(
-                shard_file.open_writable(path)["cu_seqlens"].diff()
-            )
+            shard_file.open_writable(shard_file.rows_path(path))["rows"].copy_(cu_seqlens.diff())
+        shard_file.check_rows(path, cu_seqlens)
 
 
 def measure(args) -> dict[str, float]:
@@ -57,14 +62,14 @@ def measure(args) -> dict[str, float]:
         path = Path(folder, "shard")
         tensors = shard_file.extract(engine=timed, folder=args.target, layers=layers, prompts=prompts,
                                      responses=responses, path=path, codec=args.codec, settings=settings)  # fmt: skip
-        end, busy = time.perf_counter(), time.process_time()
+        (end, busy), start = timed.end, time.perf_counter()
         first = len(timed.times) // 10
         tokens = sum(n for *_, n in timed.times[first + 1 :])
         found = {"rate": tokens / (end - timed.times[first][0]), "of_busy": tokens / (busy - timed.times[first][1])}
         if args.only == "extraction":
             norm, head = target.load_norm_and_head(args.target)
             shard_file.fill_argmax(tensors, norm, head, config["rms_norm_eps"], args.device)
-            found["greedy_s"] = time.perf_counter() - end
+            found["greedy_s"] = time.perf_counter() - start
             found["all_s"] = sum(map(len, prompts + responses)) / found["rate"]
     return found
 

@@ -159,15 +159,16 @@ def fill_argmax(
 class Writer:
     """Puts hidden states into a shard's rows, in the process that holds the target.
 
-    features: places of the shard's features among the captured layers, last: that of the pre-norm output. On a GPU the
-    copy runs beside the next forward pass, and a thread writes what has arrived.
+    The captured layers come in ascending order: the shard's features first, the last layer's output, pre-norm, at the end
+    (where it is a feature too, it comes once). On a GPU the copy runs beside the next forward pass, and a thread writes what
+    has arrived.
     """
 
-    def __init__(self, path: Path, features: list[int], last: int):
+    def __init__(self, path: Path):
         self.tensors = open_writable(path)
         self.starts = self.tensors["cu_seqlens"].tolist()
         self.rows = open_writable(rows_path(path))["rows"]
-        self.features, self.last = features, last
+        self.features = self.tensors["hidden"].shape[1]
         self.codec = "int8" if "hidden_scale" in self.tensors else "bfloat16"
         self.arrivals: queue.Queue = queue.Queue(WAITING)
         self.error: Exception | None = None
@@ -177,7 +178,7 @@ class Writer:
         """states [n, L, H] of consecutive pieces (sequence, first position, positions); their positions add up to n."""
         if self.error:
             raise self.error
-        made = {"hidden": states[:, self.features], "last": states[:, self.last]}
+        made = {"hidden": states[:, : self.features], "last": states[:, -1]}
         made = hidden_states.encode_shard(made, self.codec)
         if states.device.type == "cpu":
             self._write(pieces, made)

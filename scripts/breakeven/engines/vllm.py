@@ -260,7 +260,7 @@ def extract(
 ) -> Iterator[tuple[int, list[int], str]]:
     """Run the target over `sequences` and let it fill the shard at `path` (shard_file.py); yields as `generate` does.
 
-    layers: physical layers of the features. config: the target's. UserError where this vLLM would capture others.
+    layers: physical layers of the features, ascending. config: the target's. UserError where this vLLM would capture others.
     """
     end = config["num_hidden_layers"]
     wanted = sorted({*layers, end})
@@ -288,11 +288,7 @@ def extract(
             "kv_connector": "ShardConnector",
             "kv_connector_module_path": "breakeven.engines.vllm_connector",
             "kv_role": "kv_producer",
-            "kv_connector_extra_config": {
-                "path": str(path),
-                "features": [wanted.index(layer) for layer in layers],
-                "last": wanted.index(end),
-            },
+            "kv_connector_extra_config": {"path": str(path)},
         },
     }
     return generate(model, sequences, [{"max_tokens": 1, "temperature": 0}] * len(sequences), settings | forced)

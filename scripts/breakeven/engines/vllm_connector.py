@@ -37,7 +37,7 @@ class Chunks(KVConnectorMetadata):
 
 
 class ShardConnector(KVConnectorBase_V1, SupportsHMA):
-    """Request "i" is sequence i of the shard at extra config `path`; `features` and `last` as in shard_file.Writer."""
+    """Request "i" is sequence i of the shard at `path` of the connector's extra config."""
 
     def __init__(self, vllm_config, role, kv_cache_config=None):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -47,7 +47,6 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
         if len(groups) > 1 and not self._is_hidden_states(groups[self.group]):
             raise ValueError(f"none of vLLM's {len(groups)} cache groups is that of the hidden states")
         self.block_size = groups[self.group].kv_cache_spec.block_size if groups else vllm_config.cache_config.block_size
-        self.extra = self._kv_transfer_config.kv_connector_extra_config
         self.blocks: dict[str, list[int]] = {}  # in the scheduler, by request
         self.cache = self.writer = None  # in the worker of the first rank
 
@@ -97,7 +96,7 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
         self.cache = kv_caches[name]
         if self.block_size not in self.cache.shape[1:3]:
             raise ValueError(f"vLLM's cache has the shape {tuple(self.cache.shape)}, not blocks of {self.block_size}")
-        self.writer = Writer(Path(self.extra["path"]), self.extra["features"], self.extra["last"])
+        self.writer = Writer(Path(self._kv_transfer_config.kv_connector_extra_config["path"]))
 
     def wait_for_save(self):
         """Called once after each step, the drafter's part included: hand over the rows that it computed."""
