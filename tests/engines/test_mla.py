@@ -43,7 +43,7 @@ def test_the_rehearsal_serves_its_arms(rehearsed):
     assert set(arms) == {"vllm-plain", "vllm-own-k3", "vllm-tuned-k3", "vllm-shipped-k5"}
     for name in arms:
         rows = artefacts.read_table(results / "benchmarks" / name / "pass-1.parquet").to_pylist()
-        assert len(rows) == 5 and (name == "vllm-plain" or all(row["steps"] for row in rows))
+        assert len(rows) == 12 and (name == "vllm-plain" or all(row["steps"] for row in rows))
     architectures = {
         name: artefacts.read_json(results / folder / "config.json")["architectures"]
         for name, folder in (("own", "drafters/own/checkpoint"), ("random", "stepcost/drafter"))
