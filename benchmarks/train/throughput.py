@@ -50,6 +50,9 @@ class RandomSequences:
     def __len__(self):
         return len(self.index)
 
+    def training(self, samples: int | None = None) -> list[int]:
+        return list(range(len(self)))[:samples]
+
     def length(self, i: int) -> int:
         return self.index[i][1]
 
