@@ -4,20 +4,24 @@
         --hidden-states results/hidden_states/shard-*.safetensors --settings '{"epochs": 3}' \\
         --initialise-from target --out results/drafters/own/checkpoint
 
-With --responses in place of --hidden-states nothing is stored: the target runs inside the step. Writes config.json,
-model.safetensors, training.parquet, speed.json (tokens per second, MFU, peak memory) and manifest.json. An interrupted
-run continues from OUT.partial and ends with the same weights as an uninterrupted one.
+With --responses in place of --hidden-states nothing is stored: the target runs inside the step. --ranks N trains on N
+GPUs, which share the batches of each optimizer step (batches_per_step in --settings): the result is that of one GPU, up to
+the order of sums. Writes config.json, model.safetensors, training.parquet, speed.json (tokens per second, MFU, peak memory)
+and manifest.json. An interrupted run continues from OUT.partial, with any N, and ends with the same weights as an
+uninterrupted one.
 """
 
+import argparse
 import json
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.numpy import load_file
 
-from breakeven import artefacts, checkpoint, cli, hidden_states, tables, target, training
+from breakeven import artefacts, checkpoint, cli, hidden_states, ranks, tables, target, training
 from breakeven.conventions import layers_option
 from breakeven.drafter import (
     Drafter,
@@ -45,6 +49,9 @@ def main() -> None:
         help="with --responses: the target's layers, as extract_hidden_states.py takes them",
     )
     parser.add_argument(
+        "--batch-tokens", default=8192, type=int, help="with --responses: tokens in one forward pass of the target"
+    )
+    parser.add_argument(
         "--settings", default={}, type=json.loads, help="training settings as JSON, see training.Settings"
     )
     parser.add_argument(
@@ -52,41 +59,57 @@ def main() -> None:
     )
     parser.add_argument("--samples", type=int, help="train on the first N training samples; all if not given")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
+    parser.add_argument("--ranks", type=int, default=1, help="processes that train together, a GPU each")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads, shared by ranks; 0 leaves torch's choice")
     parser.add_argument(
         "--peak-flops", type=float, help="bf16 FLOP/s of the device, for MFU where breakeven/speed.py has none"
     )
     parser.add_argument("--save-every", type=float, default=60, help="seconds between states to resume from")
     parser.add_argument("--out", required=True, type=Path, help="checkpoint folder to write")
     args = parser.parse_args()
+    ranks.launch(args.ranks)
+    with ranks.joined(args.device) as (own, args.device):
+        train(args, own)
+
+
+def train(args: argparse.Namespace, own: ranks.Ranks) -> None:
     if args.threads:
-        torch.set_num_threads(args.threads)
+        torch.set_num_threads(max(1, args.threads // own.size))
     check_chain(args.target, args.hidden_states or args.responses)
 
     settings = training.Settings(**args.settings)
     torch.manual_seed(settings.seed)
     config = target.text_config(args.target)
     layers = layers_option(args.layers, config["num_hidden_layers"])
-    sequences = hidden_states.open_sequences(args, layers, args.device, settings.batch_tokens)
+    sequences = hidden_states.open_sequences(args, layers, args.device, args.batch_tokens)
     maps = load_file(args.vocabulary)
     ids = torch.from_numpy(target_ids(maps["d2t"]))
     names = target_tensor_names(config)
+    if args.initialise_from != "target":
+        names = {short: names[short] for short in ("norm.weight", "lm_head.weight", "embed_tokens.weight")}
     loaded = target.load_tensors(args.target, list(names.values()))
     tensors = {short: loaded[name] for short, name in names.items()}
     if len(tensors["lm_head.weight"]) != config["vocab_size"]:
         raise cli.UserError(
             f"{args.target}: the head has {len(tensors['lm_head.weight'])} rows, vocab_size is {config['vocab_size']}"
         )
-    drafter = Drafter(DrafterConfig.from_target(config, len(ids), sequences.layers), tensors["embed_tokens.weight"])
-    if args.initialise_from == "target":
-        initialise_from_target(drafter, tensors, ids)
-    elif args.initialise_from != "scratch":
-        initialise_from_target(drafter, tensors, ids)
+    if args.initialise_from in ("target", "scratch"):
+        shape = DrafterConfig.from_target(config, len(ids), sequences.layers)
+        drafter = Drafter(shape, tensors["embed_tokens.weight"])
+        if args.initialise_from == "target":
+            initialise_from_target(drafter, tensors, ids)
+    else:
+        # The shape is the other drafter's: its attention, RoPE and norm flags are what its weights were trained with.
         start, start_ids = checkpoint.load(Path(args.initialise_from), args.target, "cpu")
-        try:
-            kept = initialise_from_drafter(drafter, ids, start, start_ids)
-        except ValueError as error:
-            raise cli.UserError(f"{args.initialise_from}: {error}") from None
+        if start.config.layers != sequences.layers:
+            raise cli.UserError(
+                f"{args.initialise_from}: trained on layers {start.config.layers}, the hidden states hold"
+                f" {sequences.layers}; set hidden_states.layers to the drafter's"
+            )
+        drafter = Drafter(replace(start.config, draft_vocab_size=len(ids)), tensors["embed_tokens.weight"])
+        with torch.no_grad():
+            drafter.lm_head.weight.copy_(tensors["lm_head.weight"][ids])
+        kept = initialise_from_drafter(drafter, ids, start, start_ids)
         cli.logger.info("head: %d of %d rows from %s, the others from the target", kept, len(ids), args.initialise_from)
     head = training.TargetHead(
         tensors["norm.weight"].to(args.device),
@@ -96,9 +119,8 @@ def main() -> None:
     )
 
     inputs = {args.vocabulary.name: artefacts.manifest_path(args.vocabulary)} | hidden_states.input_manifests(args)
-    run = training.Run(
-        drafter.to(args.device), head, sequences, settings, args.device, samples=args.samples, peak=args.peak_flops
-    )
+    drafter = drafter.to(args.device)
+    run = training.Run(drafter, head, sequences, settings, args.device, args.samples, args.peak_flops, own)
     hashes = {name: artefacts.sha256(p) for name, p in inputs.items()} | {"samples": args.samples}
     key = training.fingerprint(settings, drafter, hashes)
     partial = args.out.with_name(args.out.name + ".partial")
@@ -106,9 +128,11 @@ def main() -> None:
     run.resume(partial / "state.pt", key)
     saved = time.monotonic()
     for _ in run.steps():
-        if time.monotonic() - saved > args.save_every:
+        if own.writer and time.monotonic() - saved > args.save_every:
             run.save(partial / "state.pt", key)
             saved = time.monotonic()
+    if not own.writer:
+        return
 
     folder = partial / "checkpoint"
     shutil.rmtree(folder, ignore_errors=True)
@@ -123,7 +147,7 @@ def main() -> None:
         folder / "manifest.json",
         "drafter",
         parameters=drafter.config.to_dict()
-        | {"initialise_from": args.initialise_from, "norm_before_residual": False, "norm_before_fc": False}
+        | {"initialise_from": args.initialise_from}
         | {"settings": vars(settings), "samples": args.samples},
         inputs=inputs,
         counts={

