@@ -53,6 +53,9 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         self.wait()
+        if self.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         self.begun = time.monotonic()
         return self
 

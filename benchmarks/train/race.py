@@ -28,15 +28,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-import torch
-from safetensors.numpy import load_file
-
 import jobs
 import layouts
+import torch
+from safetensors.numpy import load_file
+from throughput import SHAPES, RandomSequences
+
 from breakeven import artefacts, checkpoint, cli, hidden_states, speed, target, training, walk
 from breakeven.drafter import Drafter, DrafterConfig, initialise_from_target, target_tensor_names
 from breakeven.vocabulary import target_ids
-from throughput import SHAPES, RandomSequences
 
 KS = (1, 3, 5)
 
@@ -50,11 +50,12 @@ def train_ours(job: jobs.Job) -> None:
         def batches(self, epoch: int) -> list[list[int]]:
             return job.plan
 
-    drafter = Drafter(job.config, job.embeddings)
+    with torch.device(job.device):
+        drafter = Drafter(job.config, job.embeddings.to(job.device))
     drafter.load_state_dict(job.start)
     rows = job.head[job.t2d].to(job.device)
     head = training.TargetHead(job.norm.to(job.device), rows, job.t2d.to(job.device), job.config.rms_norm_eps)
-    run = Planned(drafter.to(job.device), head, job.open_sequences(), job.settings, job.device)
+    run = Planned(drafter, head, job.open_sequences(), job.settings, job.device)
     run.held_out = []
     batches = iter(job.plan)
     with job.watch:
@@ -105,8 +106,8 @@ def real_track(args: argparse.Namespace) -> dict[str, Any]:
     loaded = target.load_tensors(args.target, list(names.values()))
     tensors = {short: loaded[name] for short, name in names.items()}
     shape = DrafterConfig.from_target(config, len(ids), sequences.layers)
-    if shape.rope_scaling:
-        raise cli.UserError(f"{args.target}: the race takes targets without RoPE scaling")
+    if shape.rope_scaling or shape.mla:
+        raise cli.UserError(f"{args.target}: the race takes targets with Llama's attention and no RoPE scaling")
     drafter = Drafter(shape, tensors["embed_tokens.weight"])
     initialise_from_target(drafter, tensors, ids)
     return {
@@ -183,7 +184,6 @@ def run(args: argparse.Namespace, racer: str, track: dict[str, Any], tokens: int
     if args.device.startswith("cuda"):
         gc.collect()
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     watch = jobs.Watch(
         args.device,
         lambda batch: (sum(lengths[i] for i in batch), sum(map(work, batch))),

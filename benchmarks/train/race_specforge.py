@@ -8,7 +8,9 @@ sequence. The order of the sequences is given.
 import os
 import socket
 
+import layouts
 import torch
+from jobs import Job
 from specforge.algorithms.eagle3 import data as theirs
 from specforge.algorithms.eagle3 import model as module
 from specforge.algorithms.eagle3.providers import build_step
@@ -22,9 +24,6 @@ from specforge.runtime.contracts import FeatureHandle, SampleRef
 from specforge.runtime.control_plane import DataFlowController, NoOpMetadataStore
 from specforge.training import Trainer
 from transformers import LlamaConfig
-
-import layouts
-from jobs import Job
 
 DEFAULTS = {
     "attention_backend": "flex_attention",
@@ -89,13 +88,14 @@ def build(job: Job, backend: str):
         tie_word_embeddings=False,
     )
     config.save_pretrained(folder)
-    draft = AutoDraftModel.from_config(config, attention_backend=backend, torch_dtype=torch.bfloat16)
+    with torch.device(job.device):
+        draft = AutoDraftModel.from_config(config, attention_backend=backend, torch_dtype=torch.bfloat16)
+        head = TargetHead(folder)
     tensors = job.start | {"embed_tokens.weight": job.embeddings, "t2d": job.t2d, "d2t": job.d2t}
     draft.load_state_dict(tensors)
     draft.vocab_mapping_loaded = True
     draft.freeze_embedding()
     model = module.OnlineEagle3Model(draft, length=job.settings.ttt_steps, attention_backend=backend)
-    head = TargetHead(folder)
     with torch.no_grad():
         head.fc.weight.copy_(job.head)
     head.freeze_weights()

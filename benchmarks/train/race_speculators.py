@@ -7,7 +7,9 @@ num_workers. Batches are packed and document masks are its own; which sequences 
 import functools
 from pathlib import Path
 
+import layouts
 import torch
+from jobs import Job
 from speculators import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.models.eagle3.data import shift_batch
@@ -17,9 +19,6 @@ from speculators.train.data import BaseDataset, CollateFn
 from speculators.train.dataloader import _worker_init_fn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig
-
-import layouts
-from jobs import Job
 
 DEFAULTS = {"optimizer": "muon", "loss_fn": "kl_div", "ttt_step_loss_decay": 1.0, "num_workers": 4}
 
@@ -71,7 +70,8 @@ def build(job: Job, cuda: bool) -> Eagle3DraftModel:
             verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
         ),
     )
-    model = Eagle3DraftModel(config)
+    with torch.device(job.device):
+        model = Eagle3DraftModel(config)
     model.load_vocab_mappings(job.t2d, job.d2t)
     # What its load_verifier_weights reads from the target's folder.
     frozen = {

@@ -54,9 +54,6 @@ class RandomSequences(Chosen):
     def __len__(self):
         return len(self.index)
 
-    def training(self, samples: int | None = None) -> list[int]:
-        return list(range(len(self)))[:samples]
-
     def length(self, i: int) -> int:
         return self.index[i][1]
 

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "train"))
 
 import jobs
 import layouts
+
 import tinymodels
 from breakeven import speed, target, training
 from breakeven.cli import UserError
