@@ -22,6 +22,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -187,7 +188,7 @@ def run(args: argparse.Namespace, racer: str, track: dict[str, Any], tokens: int
     watch = jobs.Watch(
         args.device,
         lambda batch: (sum(lengths[i] for i in batch), sum(map(work, batch))),
-        args.skip,
+        max(1, min(args.skip, len(batches) // 2)),
         args.limit,
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -263,11 +264,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens of the first run, prompts included")
     parser.add_argument("--seconds", type=float, default=15, help="length of the second run; 0: none")
     parser.add_argument("--random-steps", type=int, default=60, help="optimizer steps on random features")
-    parser.add_argument("--skip", type=int, default=20, help="first steps that are not timed")
+    parser.add_argument("--skip", type=int, default=30, help="first steps not timed; at most half of them")
     parser.add_argument("--limit", type=float, default=90, help="seconds, compilation included, that end any run")
-    parser.add_argument(
-        "--racer-limit", type=float, help="seconds that end all runs of one racer; no limit if not given"
-    )
+    parser.add_argument("--total", type=float, help="seconds for everything, shared by the racers; none if not given")
     parser.add_argument("--judged", type=int, default=200, help="held-out sequences to score on")
     parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens in a batch")
     parser.add_argument("--ttt-steps", type=int, default=5, help="training-time-test steps")
@@ -291,23 +290,18 @@ def main() -> None:
     if len(args.racers) == 1:
         race(args, args.racers[0], about)
         return
-    racers = {}
-    for racer in args.racers:
+    racers, deadline = {}, time.monotonic() + args.total if args.total else None
+    for n, racer in enumerate(args.racers):
+        # Time that one racer does not use is the others'.
+        limit = (deadline - time.monotonic()) / (len(args.racers) - n) if deadline else None
         with tempfile.TemporaryDirectory() as folder:
             part = Path(folder) / "part.json"
-            command = [
-                sys.executable,
-                __file__,
-                *sys.argv[1:],
-                "--racers",
-                racer,
-                "--out",
-                str(part),
-            ]  # the last counts
+            last = ["--racers", racer, "--out", str(part)]  # the last of each option counts
             try:
-                ended = f"exit code {subprocess.run(command, timeout=args.racer_limit).returncode}"
+                done = subprocess.run([sys.executable, __file__, *sys.argv[1:], *last], timeout=limit)
+                ended = f"exit code {done.returncode}"
             except subprocess.TimeoutExpired:
-                ended = f"stopped after {args.racer_limit:.0f} s"
+                ended = f"stopped after {limit:.0f} s"
             racers[racer] = artefacts.read_json(part)["racers"][racer] if part.is_file() else {}
             racers[racer]["ended"] = ended
         artefacts.write_json(args.out, about | {"racers": racers})
