@@ -77,6 +77,7 @@ class Watch:
         self.seconds = time.monotonic() - self.since if self.steps > self.skip else None
         # Read here: exporting a checkpoint may take more.
         self.memory = torch.cuda.max_memory_allocated() if self.cuda else None
+        self.finished = kind is None
         return kind is TimeoutError
 
     def report(self, peak: float | None) -> dict[str, Any]:
@@ -89,6 +90,7 @@ class Watch:
             "peak_memory_bytes": self.memory,
             "seconds": self.tokens / rate if rate else None,  # at that rate: compilation is not counted
             "wall_seconds": self.wall,
+            "finished": self.finished,  # false: stopped by the limit, in the middle of its learning-rate schedule
         }
 
 

@@ -205,7 +205,6 @@ def run(args: argparse.Namespace, racer: str, track: dict[str, Any], tokens: int
         torch.manual_seed(settings.seed)
         trainer(name)(job)
         report = watch.report(args.peak_flops or speed.peak_flops(args.device))
-        report["finished"] = report["tokens"] >= tokens - 2 * args.batch_tokens
         if job.export:
             report["acceptance_length"] = acceptance(job, args.judged)
     cli.logger.info("%s: %s", racer, json.dumps(report))
