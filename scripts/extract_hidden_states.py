@@ -83,6 +83,7 @@ def main() -> None:
         },
         canary={"greedy_share": round(share, 4), "required": args.canary if greedy else None},
         versions={"torch": torch.__version__},
+        files=artefacts.hashes(args.out),
     )
 
 

@@ -42,6 +42,7 @@ def main() -> None:
     environment = engine.environment(args.hardware) | args.environment
     os.environ.update(environment)
     sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    artefacts.verify_folder(args.target)
     pool = artefacts.read_table(args.pool, tables.PROMPTS)
     shard = responses.shard_of(pool, args.start, args.count, args.samples_per_prompt)
     tokenizer = chat.load_tokenizer(args.target)
@@ -109,7 +110,7 @@ def main() -> None:
             "stopped": sum(row["finish_reason"] == "stop" for row in rows),
         },
         versions=engines.versions(args.engine),
-        files={args.out.name: artefacts.sha256(args.out)},
+        files=artefacts.hashes(args.out),
     )
     partial.remove()
 

@@ -241,6 +241,7 @@ class Sequences(Chosen):
                         " extract them again"
                     )
             self.layers, self.codec = parameters["layers"], parameters["codec"]
+            artefacts.verify(path)
             with safe_open(path, "pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if "temperature" not in tensors:

@@ -15,6 +15,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def text_config(folder: Path | str) -> dict[str, Any]:
     """config.json of the target, or its `text_config` for multi-modal ones (Kimi-K2.5 and others)."""
+    artefacts.verify(Path(folder) / "config.json")
     config = artefacts.read_json(Path(folder) / "config.json")
     return config.get("text_config", config)
 
@@ -63,6 +64,7 @@ def load_tensors(folder: Path | str, names: list[str]) -> dict[str, Any]:
     for name in names:
         if name not in where:
             raise UserError(f"{folder}: the checkpoint has no tensor {name}")
+        artefacts.verify(where[name])
         with safe_open(where[name], "pt") as file:
             tensors[name] = file.get_tensor(name)
     return tensors
@@ -74,6 +76,7 @@ def load_model(folder: Path | str, device: str, dtype: str = "bfloat16"):
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    artefacts.verify_folder(folder)
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
