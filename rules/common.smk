@@ -1,4 +1,5 @@
 # All Python of the rules: which files, which parameters. Nothing here depends on time, machine or order.
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,9 @@ try:
     )
 except UserError as error:
     raise WorkflowError(str(error)) from None
+
+# A job ends with the Snakemake that started it, even one that was killed (breakeven/cli.py).
+shell.prefix(f"set -euo pipefail; export BREAKEVEN_PARENT={os.getpid()}; ")
 
 HARDWARE = config["hardware"]
 ENGINES = configuration.engines_used(config)

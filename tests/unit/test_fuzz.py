@@ -214,17 +214,10 @@ def test_an_index_of_shards(folder, index):
         headers.read(folder / "index")
 
 
-@given(
-    st.dictionaries(
-        st.sampled_from(["weight_map"]),
-        st.dictionaries(
-            st.text(max_size=4), st.sampled_from(["../config.json", "/etc/passwd", "a", "", 3]), max_size=3
-        ),
-    )
-)
-def test_an_index_does_not_leave_its_folder(folder, index):
+@given(st.sampled_from(["../config.json", "/etc/passwd", "a", "", 3, "a/b"]))
+def test_an_index_does_not_leave_its_folder(folder, name):
     (folder / "index").mkdir(exist_ok=True)
-    (folder / "index/model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "index/model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": name}}))
     with pytest.raises(UserError):
         headers.read(folder / "index")
 
