@@ -269,7 +269,7 @@ def arm_folder(wildcards):
 
 def arm_checkpoint_option(wildcards):
     drafter = arm_of(wildcards).get("drafter")
-    return f"--checkpoint {checkpoint_folder(drafter)}" if drafter else ""
+    return ["--checkpoint", checkpoint_folder(drafter)] if drafter else []
 
 
 def pass_priority(wildcards):

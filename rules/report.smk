@@ -116,7 +116,7 @@ rule report:
         data_curve=data_curve_option(),
         data_curve_content=data_curve_content(),
     shell:
-        "{params.python} {input.script[0]} --comparison results/comparison --manifests {input.manifests}"
+        "{params.python} {input.script[0]} --comparison results/comparison --manifests {input.manifests:q}"
         " --stepcost {input.step_costs} --training {params.training} --offline {params.held_out}"
         " {params.data_curve}"
         " --template {input.template} --style {input.style} --reference {input.reference}"

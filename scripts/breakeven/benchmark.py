@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import psutil
+import requests
 
 from breakeven.acceptance import from_histogram
 from breakeven.cli import Progress, UserError, logger
@@ -64,15 +65,21 @@ class Client:
         path, body = self.engine.request(self.model, prompt, sampling)
         reply, first, last = Reply(), 0.0, 0.0
         start = time.perf_counter()
-        with self.session.post(self.url + path, json=body, stream=True, timeout=self.timeout_s) as response:
-            if response.status_code != 200:
-                raise UserError(f"the server refused a request with {response.status_code}: {response.text[:500]}")
-            for line in response.iter_lines():
-                before = len(reply.token_ids)
-                read_line(self.engine, line, reply)
-                if len(reply.token_ids) > before:
-                    last = time.perf_counter() - start
-                    first = first or last
+        try:
+            with self.session.post(self.url + path, json=body, stream=True, timeout=self.timeout_s) as response:
+                if response.status_code != 200:
+                    raise UserError(f"the server refused a request with {response.status_code}: {response.text[:500]}")
+                for line in response.iter_lines():
+                    before = len(reply.token_ids)
+                    read_line(self.engine, line, reply)
+                    if len(reply.token_ids) > before:
+                        last = time.perf_counter() - start
+                        first = first or last
+        except (requests.Timeout, requests.ConnectionError) as error:
+            # A read that times out inside a stream comes as a ConnectionError.
+            if not isinstance(error, requests.Timeout) and "timed out" not in str(error):
+                raise
+            raise UserError(f"the server sent nothing for {self.timeout_s:g} s; see the server log") from None
         check_reply(reply)
         return reply, first, last
 

@@ -21,7 +21,7 @@ def load_tokenizer(target: Path | str):
         if path.suffix != ".safetensors":
             artefacts.verify(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a broken tokenizer file raises whatever its reader raises
         raise UserError(f"{target}: its tokenizer cannot be read ({str(error).splitlines()[0][:300]})") from None
     if not tokenizer.chat_template:

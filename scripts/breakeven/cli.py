@@ -52,10 +52,11 @@ def run(main: Callable[[], int | None]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
-    except OSError as error:
-        if error.errno not in (28, 122):  # ENOSPC, EDQUOT
+    except Exception as error:
+        # safetensors says it in an exception of its own; ENOSPC, EDQUOT.
+        if getattr(error, "errno", None) not in (28, 122) and "No space left on device" not in str(error):
             raise
-        where = f" while writing {error.filename}" if error.filename else ""
+        where = f" while writing {error.filename}" if getattr(error, "filename", None) else ""
         print(f"error: the disk is full{where}; free some space and run the same command again", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

@@ -79,5 +79,14 @@ def load_model(folder: Path | str, device: str, dtype: str = "bfloat16"):
     artefacts.verify_folder(folder)
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    options = dict(dtype=getattr(torch, dtype), attn_implementation="sdpa", trust_remote_code=False)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise UserError(
+            f"{folder}: this target needs Python code of its own, which is not run here; use a target whose architecture"
+            " transformers has"
+        ) from None
     return model.to(device).eval().requires_grad_(False)

@@ -381,8 +381,9 @@ class Run:
 
     def save(self, path: Path, fingerprint: str) -> None:
         self.read()
-        with artefacts.atomic(path) as temporary:
-            torch.save({"fingerprint": fingerprint, **self.state()}, temporary)
+        # Through a file of Python's, which says when the disk is full; torch's own does not.
+        with artefacts.atomic(path) as temporary, open(temporary, "wb") as file:
+            torch.save({"fingerprint": fingerprint, **self.state()}, file)
 
     def resume(self, path: Path, fingerprint: str) -> bool:
         """Continue from `path` if it belongs to the same parameters and inputs; else say so and start over."""
