@@ -21,6 +21,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     """Answers as vLLM does, but for what `server.fault` says."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # as real servers do; small events would wait for each other
 
     def answer(self, status: int, content: bytes) -> None:
         self.send_response(status)
