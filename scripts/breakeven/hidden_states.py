@@ -224,6 +224,7 @@ class Sequences(Chosen):
         from safetensors import safe_open
 
         super().__init__()
+        artefacts.verify_all(paths)
         self.files, self.index = [], []
         self.layers: list[int] = []
         self.codec = None
@@ -241,7 +242,6 @@ class Sequences(Chosen):
                         " extract them again"
                     )
             self.layers, self.codec = parameters["layers"], parameters["codec"]
-            artefacts.verify(path)
             with safe_open(path, "pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if "temperature" not in tensors:
