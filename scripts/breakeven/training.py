@@ -10,6 +10,7 @@ it, the position is masked in the loss and counts as wrong in every accuracy.
 """
 
 import math
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -389,7 +390,11 @@ class Run:
         """Continue from `path` if it belongs to the same parameters and inputs; else say so and start over."""
         if not path.is_file():
             return False
-        state = torch.load(path, map_location=self.device, weights_only=True)
+        try:
+            state = torch.load(path, map_location=self.device, weights_only=True)
+        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+            logger.info("%s cannot be read (%s); starting from the beginning", path, " ".join(str(error).split())[:200])
+            return False
         if state["fingerprint"] != fingerprint:
             logger.info("%s belongs to other settings or data; starting from the beginning", path)
             return False
