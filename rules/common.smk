@@ -119,7 +119,9 @@ def sequences_option():
 
 def training_option():
     """Stored hidden states say themselves which layers they are."""
-    return f"--layers {LAYERS} --responses" if ONLINE else "--hidden-states"
+    tokens = config["hidden_states"]["batch_tokens"]
+    online = f"--layers {LAYERS} --batch-tokens {tokens} --responses"
+    return online if ONLINE else "--hidden-states"
 
 
 def arm_of(wildcards):
@@ -237,6 +239,17 @@ def gpus(rule):
 
 def response_gpus(wildcards):
     return gpus("generate_responses")
+
+
+def drafter_gpus(wildcards):
+    return configuration.gpus(
+        config, "train_drafter", config["drafters"][wildcards.drafter]
+    )
+
+
+def drafter_threads(wildcards):
+    """Each rank prepares its own batches."""
+    return config["threads"] * max(1, drafter_gpus(wildcards))
 
 
 def arm_gpus(wildcards):

@@ -21,12 +21,12 @@ rule train_drafter:
     retries: 1
     conda:
         f"../envs/model-{HARDWARE}.yaml"
-    threads: config["threads"]
+    threads: drafter_threads
     resources:
-        gpu=gpus("train_drafter"),
+        gpu=drafter_gpus,
         machine=1,
         runtime=growing(720),
-        mem_mb=growing(32000),
+        mem_mb=growing(32000, drafter_gpus),
     params:
         python=python("model"),
         settings=lambda wildcards: as_json(
@@ -38,6 +38,8 @@ rule train_drafter:
         device=HARDWARE,
         folder=subpath(output.manifest, parent=True),
     shell:
-        "{params.python} {input.script[0]} --target results/target --vocabulary {input.vocabulary}"
+        "{params.python} scripts/on_gpus.py {resources.gpu} {input.script[0]}"
+        " --target results/target --vocabulary {input.vocabulary}"
         " {params.sequences} {input.sequences} --settings {params.settings:q} --initialise-from {params.start:q}"
-        " {params.samples} --device {params.device} --threads {threads} --out {params.folder} > {log} 2>&1"
+        " {params.samples} --device {params.device} --ranks {resources.gpu} --threads {threads} --out {params.folder}"
+        " > {log} 2>&1"

@@ -27,6 +27,7 @@ rule extract_hidden_states:
         codec=lookup("hidden_states/codec", within=config),
         device=HARDWARE,
     shell:
-        "{params.python} {input.script[0]} --target results/target --responses {input.responses}"
+        "{params.python} scripts/on_gpus.py {resources.gpu} {input.script[0]}"
+        " --target results/target --responses {input.responses}"
         " --layers {params.layers} --codec {params.codec} --batch-tokens {params.batch_tokens} --device {params.device}"
         " --threads {threads} --out {output.states} > {log} 2>&1"

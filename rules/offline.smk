@@ -27,7 +27,8 @@ rule evaluate_drafter:
         sequences=sequences_option(),
         device=HARDWARE,
     shell:
-        "{params.python} {input.script[0]} --target results/target --checkpoint {params.checkpoint:q}"
+        "{params.python} scripts/on_gpus.py {resources.gpu} {input.script[0]}"
+        " --target results/target --checkpoint {params.checkpoint:q}"
         " {params.sequences} {input.sequences} --device {params.device} --threads {threads}"
         " --out {output.table} --by-sequence {output.by_sequence} > {log} 2>&1"
 
@@ -60,6 +61,7 @@ rule replay_served:
         k=lookup("arms/{arm}/k", within=config),
         device=HARDWARE,
     shell:
-        "{params.python} {input.script[0]} --target results/target {params.checkpoint:q} --served {input.served}"
+        "{params.python} scripts/on_gpus.py {resources.gpu} {input.script[0]}"
+        " --target results/target {params.checkpoint:q} --served {input.served}"
         " --k {params.k} --device {params.device} --threads {threads} --out {output.table}"
         " --what-if {output.what_if} > {log} 2>&1"

@@ -34,7 +34,8 @@ rule generate_responses:
         environment=response_settings("environment"),
         hardware=HARDWARE,
     shell:
-        "{params.python} {input.script[0]} --target results/target --pool {input.pool} --start {wildcards.shard}"
+        "{params.python} scripts/on_gpus.py {resources.gpu} {input.script[0]}"
+        " --target results/target --pool {input.pool} --start {wildcards.shard}"
         " --count {params.shard_size} --engine {params.engine} --sampling {params.sampling:q}"
         " --samples-per-prompt {params.samples} {params.greedy_first} --settings {params.settings:q}"
         " --environment {params.environment:q} --hardware {params.hardware} --out {output.responses} > {log} 2>&1"

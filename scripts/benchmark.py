@@ -105,7 +105,9 @@ def serve(args, engine, speculation, protocol, supported: set[str]) -> tuple[lis
         engine, args.engine_python, args.target, speculation, settings, supported, args.hardware, log
     ) as server:
         client = benchmark.Client(engine, server.url, server.name, server.key)
-        running = engine.check_settings(client.session, server.url, str(args.target), speculation, settings["flags"])
+        running = engine.check_settings(
+            client.session, server.url, str(args.target), speculation, settings["flags"], log
+        )
         benchmark.check_template(client, benchmark.WARM_UP, warm_up, kwargs)
         # Until caches, allocators and thread pools have settled, a request is slower than the ones behind it.
         generated = client.counters().completion_tokens

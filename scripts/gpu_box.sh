@@ -23,11 +23,12 @@ SETTINGS=${SETTINGS:-'{"dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs
 ENVIRONMENT=${ENVIRONMENT:-'{}'}
 : "${NAME:=own}" "${POINTS:=10000 20000 44000 88000}" "${VOCABULARY:=16000}" "${INITIALISE_FROM:=target}"
 TRAINING=${TRAINING:-'{"ttt_steps": 5, "epochs": 3, "learning_rate": 0.001, "batch_tokens": 8192, "seed": 0}'}
+: "${TRAIN_RANKS:=1}" # GPUs that train a drafter together; no more than "batches_per_step" in TRAINING
 # What the drafters learn from: hidden_states, extracted before; or responses, where the scripts take --responses and run
 # the target inside the training step.
-: "${DATA:=hidden_states}" "${EXTRACT_OPTIONS:=--batch-tokens 65536}" "${TRAIN_OPTIONS:=}"
+: "${DATA:=hidden_states}" "${EXTRACT_OPTIONS:=--batch-tokens 65536}" "${TRAIN_OPTIONS:=--batch-tokens 65536}"
 export ENGINE_PYTHON MODEL_PYTHON HARDWARE THREADS GPUS SCRIPTS FOLDER SHARD_SIZE SAMPLES_PER_PROMPT GREEDY_FIRST ENGINE
-export SAMPLING SETTINGS ENVIRONMENT NAME VOCABULARY INITIALISE_FROM TRAINING DATA EXTRACT_OPTIONS TRAIN_OPTIONS
+export SAMPLING SETTINGS ENVIRONMENT NAME VOCABULARY INITIALISE_FROM TRAINING TRAIN_RANKS DATA EXTRACT_OPTIONS TRAIN_OPTIONS
 
 generate() {
     "$ENGINE_PYTHON" "$SCRIPTS/generate_responses.py" --target "$FOLDER/target" --pool "$FOLDER/prompts/pool.parquet" \
@@ -47,7 +48,7 @@ vocabulary() {
 train() {
     "$MODEL_PYTHON" "$SCRIPTS/train_drafter.py" --target "$FOLDER/target" "${data[@]}" --samples "$1" \
         --vocabulary "$FOLDER/drafters/$NAME-$1/vocabulary.safetensors" --settings "$TRAINING" $TRAIN_OPTIONS \
-        --initialise-from "$INITIALISE_FROM" --device "$HARDWARE" --threads "$THREADS" \
+        --initialise-from "$INITIALISE_FROM" --device "$HARDWARE" --threads "$THREADS" --ranks "$TRAIN_RANKS" \
         --out "$FOLDER/drafters/$NAME-$1/checkpoint"
 }
 evaluate() {
@@ -56,14 +57,14 @@ evaluate() {
         --by-sequence "$FOLDER/drafters/$NAME-$1/offline_by_sequence.parquet" \
         --out "$FOLDER/drafters/$NAME-$1/offline.parquet"
 }
-# One item of a stage, unless its result is there: on the GPU of its slot, with a log of its own.
+# One item of a stage, unless its result is there: on the GPUs of its slot, with a log of its own.
 one() {
     shopt -s nullglob
-    local gpus result data=("--${DATA//_/-}" "$FOLDER/$DATA"/shard-*.{parquet,safetensors})
+    local gpus each result log=$1-$NAME-$2 data=("--${DATA//_/-}" "$FOLDER/$DATA"/shard-*.{parquet,safetensors})
     read -ra gpus <<<"$GPUS"
     case $1 in
-    generate) result=responses/shard-$2.manifest.json ;;
-    extract) result=hidden_states/shard-$2.manifest.json ;;
+    generate) result=responses/shard-$2.manifest.json log=$1-$2 ;;
+    extract) result=hidden_states/shard-$2.manifest.json log=$1-$2 ;;
     vocabulary) result=drafters/$NAME-$2/vocabulary.manifest.json ;;
     train) result=drafters/$NAME-$2/checkpoint/manifest.json ;;
     evaluate) result=drafters/$NAME-$2/offline.manifest.json ;;
@@ -71,10 +72,13 @@ one() {
     [ ! -f "$FOLDER/$result" ] || return 0
     echo "$(date +%T) $1 $2"
     mkdir -p "$FOLDER/logs"
-    CUDA_VISIBLE_DEVICES=${gpus[SLOT % ${#gpus[@]}]} "$1" "$2" >"$FOLDER/logs/$1-$2.log" 2>&1 ||
-        { echo "error: $1 $2 failed; see $FOLDER/logs/$1-$2.log" >&2 && return 1; }
+    each=$([ "$1" = train ] && echo "$TRAIN_RANKS" || echo 1)
+    CUDA_VISIBLE_DEVICES=$(IFS=, && echo "${gpus[*]:SLOT*each%${#gpus[@]}:each}") "$1" "$2" >"$FOLDER/logs/$log.log" 2>&1 ||
+        { echo "error: $1 $2 failed; see $FOLDER/logs/$log.log" >&2 && return 1; }
 }
 export -f generate extract vocabulary train evaluate one
+[ $(($(wc -w <<<"$GPUS") % TRAIN_RANKS)) = 0 ] ||
+    { echo "error: TRAIN_RANKS ($TRAIN_RANKS) must divide the number of GPUS ($GPUS)" >&2 && exit 1; }
 [ $# -gt 0 ] || set -- generate extract vocabulary train evaluate
 n_gpus=$(wc -w <<<"$GPUS")
 for stage; do
@@ -84,7 +88,11 @@ for stage; do
     *) echo "error: there is no stage $stage; stages are generate, extract, vocabulary, train, evaluate" >&2 && exit 1 ;;
     esac
     [ "$stage $DATA" != "extract responses" ] || continue
-    at_once=$((n_gpus * $([ "$stage" = generate ] && echo "$ENGINES_PER_GPU" || echo 1)))
+    case $stage in
+    generate) at_once=$((n_gpus * ENGINES_PER_GPU)) ;;
+    train) at_once=$((n_gpus / TRAIN_RANKS)) ;;
+    *) at_once=$n_gpus ;;
+    esac
     # The longest first, so that none is left over at the end.
     tr ' ' '\n' <<<"$items" | tac | xargs -P "$at_once" --process-slot-var=SLOT -I{} bash -euo pipefail -c "one $stage {}"
 done

@@ -4,11 +4,14 @@
         --hidden-states results/hidden_states/shard-*.safetensors --settings '{"epochs": 3}' \\
         --initialise-from target --out results/drafters/own/checkpoint
 
-With --responses in place of --hidden-states nothing is stored: the target runs inside the step. Writes config.json,
-model.safetensors, training.parquet, speed.json (tokens per second, MFU, peak memory) and manifest.json. An interrupted
-run continues from OUT.partial and ends with the same weights as an uninterrupted one.
+With --responses in place of --hidden-states nothing is stored: the target runs inside the step. --ranks N trains on N
+GPUs, which share the batches of each optimizer step (batches_per_step in --settings): the result is that of one GPU, up to
+the order of sums. Writes config.json, model.safetensors, training.parquet, speed.json (tokens per second, MFU, peak memory)
+and manifest.json. An interrupted run continues from OUT.partial, with any N, and ends with the same weights as an
+uninterrupted one.
 """
 
+import argparse
 import json
 import shutil
 import time
@@ -17,7 +20,7 @@ from pathlib import Path
 import torch
 from safetensors.numpy import load_file
 
-from breakeven import artefacts, checkpoint, cli, hidden_states, tables, target, training
+from breakeven import artefacts, checkpoint, cli, hidden_states, ranks, tables, target, training
 from breakeven.conventions import layers_option
 from breakeven.drafter import (
     Drafter,
@@ -45,6 +48,9 @@ def main() -> None:
         help="with --responses: the target's layers, as extract_hidden_states.py takes them",
     )
     parser.add_argument(
+        "--batch-tokens", default=8192, type=int, help="with --responses: tokens in one forward pass of the target"
+    )
+    parser.add_argument(
         "--settings", default={}, type=json.loads, help="training settings as JSON, see training.Settings"
     )
     parser.add_argument(
@@ -52,22 +58,29 @@ def main() -> None:
     )
     parser.add_argument("--samples", type=int, help="train on the first N training samples; all if not given")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
+    parser.add_argument("--ranks", type=int, default=1, help="processes that train together, a GPU each")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads, shared by ranks; 0 leaves torch's choice")
     parser.add_argument(
         "--peak-flops", type=float, help="bf16 FLOP/s of the device, for MFU where breakeven/speed.py has none"
     )
     parser.add_argument("--save-every", type=float, default=60, help="seconds between states to resume from")
     parser.add_argument("--out", required=True, type=Path, help="checkpoint folder to write")
     args = parser.parse_args()
+    ranks.launch(args.ranks)
+    with ranks.joined(args.device) as (own, args.device):
+        train(args, own)
+
+
+def train(args: argparse.Namespace, own: ranks.Ranks) -> None:
     if args.threads:
-        torch.set_num_threads(args.threads)
+        torch.set_num_threads(max(1, args.threads // own.size))
     check_chain(args.target, args.hidden_states or args.responses)
 
     settings = training.Settings(**args.settings)
     torch.manual_seed(settings.seed)
     config = target.text_config(args.target)
     layers = layers_option(args.layers, config["num_hidden_layers"])
-    sequences = hidden_states.open_sequences(args, layers, args.device, settings.batch_tokens)
+    sequences = hidden_states.open_sequences(args, layers, args.device, args.batch_tokens)
     artefacts.verify(args.vocabulary)
     maps = load_file(args.vocabulary)
     ids = torch.from_numpy(target_ids(maps["d2t"]))
@@ -97,9 +110,8 @@ def main() -> None:
     )
 
     inputs = {args.vocabulary.name: artefacts.manifest_path(args.vocabulary)} | hidden_states.input_manifests(args)
-    run = training.Run(
-        drafter.to(args.device), head, sequences, settings, args.device, samples=args.samples, peak=args.peak_flops
-    )
+    drafter = drafter.to(args.device)
+    run = training.Run(drafter, head, sequences, settings, args.device, args.samples, args.peak_flops, own)
     hashes = {name: artefacts.sha256(p) for name, p in inputs.items()} | {"samples": args.samples}
     key = training.fingerprint(settings, drafter, hashes)
     partial = args.out.with_name(args.out.name + ".partial")
@@ -107,9 +119,11 @@ def main() -> None:
     run.resume(partial / "state.pt", key)
     saved = time.monotonic()
     for _ in run.steps():
-        if time.monotonic() - saved > args.save_every:
+        if own.writer and time.monotonic() - saved > args.save_every:
             run.save(partial / "state.pt", key)
             saved = time.monotonic()
+    if not own.writer:
+        return
 
     folder = partial / "checkpoint"
     shutil.rmtree(folder, ignore_errors=True)

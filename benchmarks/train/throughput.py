@@ -18,7 +18,7 @@ import torch
 
 from breakeven import cli, training
 from breakeven.drafter import Drafter, DrafterConfig
-from breakeven.hidden_states import encode
+from breakeven.hidden_states import Chosen, encode
 
 SHAPES = {
     "smollm2-135m": DrafterConfig(576, 1536, 9, 3, 64, 49152, 16000, [2, 15, 27], 1e-5, 1e5, None, 8192),
@@ -26,10 +26,11 @@ SHAPES = {
 }
 
 
-class RandomSequences:
+class RandomSequences(Chosen):
     """Random tokens, labels and hidden states, cut from one pool in memory; nothing is held out."""
 
     def __init__(self, config: DrafterConfig, tokens: int, codec: str, pool: int = 1 << 14):
+        super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.pool = {
             "token_ids": torch.randint(0, config.vocab_size, (pool,), generator=generator, dtype=torch.int32),
@@ -47,6 +48,9 @@ class RandomSequences:
             tokens -= length
         self.held_out = [False] * len(self.index)
 
+    def training(self, samples: int | None = None) -> list[int]:
+        return list(range(len(self)))
+
     def __len__(self):
         return len(self.index)
 
@@ -62,19 +66,24 @@ class RandomSequences:
         return {name: x[start : start + length] for name, x in self.pool.items()} | {"loss_mask": mask}
 
 
+def made(config: DrafterConfig, device: str) -> tuple[Drafter, training.TargetHead]:
+    """A random drafter and target head on a device, the same each time."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        embeddings = torch.randn(config.vocab_size, config.hidden_size, dtype=torch.bfloat16)
+        drafter = Drafter(config, embeddings).to(device)
+        rows = torch.randn(config.draft_vocab_size, config.hidden_size, dtype=torch.bfloat16) * 0.02
+        inside = torch.arange(config.vocab_size) < config.draft_vocab_size
+        return drafter, training.TargetHead(torch.ones(config.hidden_size), rows, inside, config.rms_norm_eps)
+
+
 def measure(args: argparse.Namespace) -> dict:
     """Train for `steps` optimizer steps on random data and report the speed after the warm-up."""
     config = SHAPES[args.shape]
-    torch.manual_seed(0)
+    drafter, head = made(config, args.device)
     sequences = RandomSequences(config, args.steps * args.batch_tokens, args.codec)
-    with torch.device(args.device):
-        embeddings = torch.randn(config.vocab_size, config.hidden_size, dtype=torch.bfloat16)
-        drafter = Drafter(config, embeddings).to(args.device)
-        rows = torch.randn(config.draft_vocab_size, config.hidden_size, dtype=torch.bfloat16) * 0.02
-        inside = torch.arange(config.vocab_size) < config.draft_vocab_size
-        head = training.TargetHead(torch.ones(config.hidden_size), rows, inside, config.rms_norm_eps)
     settings = training.Settings(ttt_steps=args.ttt_steps, epochs=1, batch_tokens=args.batch_tokens, learning_rate=1e-4)
-    run = training.Run(drafter, head, sequences, settings, args.device, args.peak_flops)
+    run = training.Run(drafter, head, sequences, settings, args.device, peak=args.peak_flops)
     steps = run.steps()
     if args.profile:
         for _ in range(10):

@@ -151,6 +151,7 @@ def measure(
     rows = []
     with Progress(len(prompts), "prompts", "benchmark", every=0) as progress:
         for prompt in prompts:
+            sent = time.time()
             reply, first, last = client.stream(prompt["token_ids"], sampling)
             after = client.settled_counters(before.completion_tokens + len(reply.token_ids))
             delta, before = after - before, after
@@ -165,6 +166,7 @@ def measure(
                     "output_token_ids": reply.token_ids,
                     "text": reply.text,
                     "finish_reason": reply.finish_reason,
+                    "sent_at": sent,
                     "ttft_s": first,
                     "e2e_s": last,
                     **acceptance(prompt["prompt_id"], reply, delta, speculation.k, every_step),

@@ -132,6 +132,7 @@ def plan(config: dict[str, Any], found: Found) -> Plan:
             stage.loads = len(todo)
         elif name == "train_drafter":
             drafters = [config["drafters"][Path(file).parts[1]] for file in todo]
+            stage.gpus = max((configuration.gpus(config, name, drafter) for drafter in drafters), default=0)
             seen = [_training_samples(config, drafter, held_out) * _epochs(drafter) for drafter in drafters]
             stage.tokens = sum(seen) * response
             sizes = [drafter_bytes(found.shape, len(layers or []), drafter["vocabulary_size"]) for drafter in drafters]

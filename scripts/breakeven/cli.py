@@ -89,7 +89,7 @@ class Progress:
         self.done, self.started_with = done, done
         self.start = self.last = time.monotonic()
         self.bar = None
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and logger.isEnabledFor(logging.INFO):
             from tqdm import tqdm
 
             self.bar = tqdm(total=total, initial=done, unit=unit, desc=label, smoothing=0.1)

@@ -126,6 +126,12 @@ class Arm:
         return None if cached is None or not prompt else cached / prompt
 
     @property
+    def window(self) -> tuple[float, float]:
+        """When the arm was measured, first request sent to last token received, seconds since the epoch."""
+        sent = self.requests["sent_at"]
+        return float(sent.min()), float((sent + self.requests["e2e_s"]).max())
+
+    @property
     def outputs(self) -> dict[int, dict[str, list[int]]]:
         """Output token ids by pass and prompt."""
         return {
@@ -332,6 +338,16 @@ def pair_reasons(arm: Arm, baseline: Arm) -> list[str]:
     return reasons
 
 
+def apart(arm: Arm, baseline: Arm) -> float | None:
+    """Seconds between the measurements of two arms of several passes each; None where they overlap, as interleaved ones do.
+
+    Passes show how the machine's speed varies while they last; what it did before or after, they cannot show.
+    """
+    (begin, end), (other_begin, other_end) = arm.window, baseline.window
+    gap = max(begin - other_end, other_begin - end)
+    return gap if gap > 0 and min(len(arm.manifests), len(baseline.manifests)) > 1 else None
+
+
 def first_difference(ids: Sequence[int], other: Sequence[int]) -> int | None:
     """Index of the first token in which two outputs differ (the shorter length if one is a prefix); None if equal."""
     for i, (a, b) in enumerate(zip(ids, other, strict=False)):
@@ -521,7 +537,7 @@ def compare(
         if arm.speculates and not reasons:
             prompts = sorted(set(arm.requests["prompt_id"]))
             speedup = stats.compare(arm.rates(prompts), baseline.rates(prompts))
-            label = str(speedup.verdict)
+            label = "undecided" if apart(arm, baseline) else str(speedup.verdict)
         cost, remarks = step_cost_of(arm, step_cost or {})
         warnings += warnings_of(arm, baseline, lossless) + remarks
         row = _summary_row(arm, baseline, speedup, walk, lossless, label, reasons)
@@ -623,7 +639,7 @@ def undecided(arms: Sequence[Arm]) -> list[str]:
             continue
         reasons = reasons + own_reasons(arm) + own_reasons(baseline) + pair_reasons(arm, baseline)
         prompts = sorted(set(arm.requests["prompt_id"]))
-        if not reasons and not stats.enough(arm.rates(prompts), baseline.rates(prompts)):
+        if not reasons and (apart(arm, baseline) or not stats.enough(arm.rates(prompts), baseline.rates(prompts))):
             needed |= {arm.name, baseline.name}
     return [arm.name for arm in arms if arm.name in needed]
 
@@ -773,6 +789,13 @@ def warnings_of(arm: Arm, baseline: Arm | None, lossless: Mapping[str, Any] | No
         warnings.append(f"{prompts} prompts: an interval needs at least {stats.MINIMUM_PROMPTS}")
     if arm.speculates and len(arm.manifests) == 1:
         warnings.append("a single pass: no A/A noise floor, so the verdict stays undecided")
+    gap = apart(arm, baseline) if baseline is not None else None
+    if gap:
+        warnings.append(
+            f"measured {gap / 60:.0f} minutes apart from {baseline.name}: the passes do not show how the machine's speed"
+            f" changed meanwhile, so the verdict stays undecided; to measure both again, delete"
+            f" results/benchmarks/{arm.name} and results/benchmarks/{baseline.name}"
+        )
     loops = arm.requests[arm.requests["degenerate"].notna()]
     if 0 < len(loops) <= DEGENERATE_SHARE * len(arm.requests):
         warnings.append(f"{len(loops)} of {len(arm.requests)} outputs are loops ({loops['degenerate'].iloc[0]})")

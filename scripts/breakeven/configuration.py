@@ -151,6 +151,12 @@ def _check_samples(config: dict[str, Any]) -> None:
                 " parameters; name three or more"
             )
     for name, drafter in config["drafters"].items():
+        ranks, batches = drafter.get("gpus", 1), drafter.get("settings", {}).get("batches_per_step", 1)
+        if ranks > batches:
+            raise UserError(
+                f"config, drafters.{name}.gpus: {ranks} GPUs cannot share the {batches} batches of an optimizer step; lower"
+                f" it, or set settings.batches_per_step to {ranks} or a multiple, which makes its steps larger"
+            )
         samples = drafter.get("samples") or 0
         if samples > prompts["size"] * per_prompt:
             place = "data_curve" if name in points(config) else f"drafters.{name}"
@@ -256,7 +262,7 @@ def check_options(config: dict[str, Any], name: str) -> list[str]:
     flags = config["engines"][arm["engine"]]["flags"][config["hardware"]] | arm.get("flags", {})
     for names, option in (
         (("max-model-len", "context-length"), "--max-model-len"),
-        (TENSOR_PARALLEL, "--tensor-parallel-size"),
+        (engines.TENSOR_PARALLEL, "--tensor-parallel-size"),
     ):
         words += [word for flag in names if flag in flags for word in (option, str(flags[flag]))]
     for flag, value in sorted(flags.items()):
@@ -264,23 +270,25 @@ def check_options(config: dict[str, Any], name: str) -> list[str]:
     return words + [word for finding in arm.get("allow", []) for word in ("--allow", finding)]
 
 
-TENSOR_PARALLEL = ("tensor-parallel-size", "tensor_parallel_size", "tp-size", "tp_size", "tp")
+def gpus(config: dict[str, Any], rule: str, entry: dict[str, Any] | None = None) -> int:
+    """GPUs that a job takes, none on a CPU; `entry`: the arm that is measured, or the drafter that is trained.
 
-
-def gpus(config: dict[str, Any], rule: str, arm: dict[str, Any] | None = None) -> int:
-    """GPUs that a job takes: as many as its engine spreads the target over, else one; none on a CPU."""
+    As many as an engine spreads the target over or a drafter is trained on, else one.
+    """
     if config["hardware"] != "cuda":
         return 0
     if rule == "generate_responses":
         settings = config["responses"]["settings"][config["responses"]["engine"]]["cuda"]
-    elif arm is not None:
-        settings = config["engines"][arm["engine"]]["flags"]["cuda"] | arm.get("flags", {})
+    elif rule == "train_drafter":
+        return (entry or {}).get("gpus", 1)
+    elif entry is not None:
+        settings = config["engines"][entry["engine"]]["flags"]["cuda"] | entry.get("flags", {})
     else:
         return 1 if rule in ON_GPU else 0
-    return next((int(settings[name]) for name in TENSOR_PARALLEL if name in settings), 1)
+    return engines.tensor_parallel(settings)
 
 
-ON_GPU = ("extract_hidden_states", "train_drafter", "evaluate_drafter", "replay_served")
+ON_GPU = ("extract_hidden_states", "evaluate_drafter", "replay_served")
 
 
 def replayed_arms(config: dict[str, Any]) -> list[str]:

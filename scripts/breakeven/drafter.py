@@ -339,18 +339,25 @@ def compiled_flex_attention():
     return torch.compile(flex_attention, dynamic=False)
 
 
-def row_blocks(counts: Tensor, indices: Tensor, starts: Tensor, index: Tensor, length: int) -> BlockMask:
+def row_blocks(starts: Tensor, index: Tensor, length: int) -> BlockMask:
     """The mask of flex attention for rows [R] at places `index` whose sequences begin at places `starts` [R] int64.
 
-    counts [R / BLOCK] int32 and indices [R / BLOCK, length / BLOCK] int32: the blocks of keys that each block of rows
-    needs. R and length are multiples of BLOCK.
+    R and `length`, the number of keys, are multiples of BLOCK.
     """
+    low = starts.view(-1, BLOCK).amin(1) // BLOCK
+    counts = index.view(-1, BLOCK).amax(1) // BLOCK - low + 1
+    blocks = torch.arange(length // BLOCK, device=index.device)
+    indices = (low[:, None] + blocks).clamp(max=length // BLOCK - 1)
 
     def sees(batch, head, row, key):
         return (key >= starts[row]) & (key <= index[row])
 
     return BlockMask.from_kv_blocks(
-        counts[None, None], indices[None, None], BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(len(index), length)
+        counts.int()[None, None],
+        indices.int()[None, None],
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(len(index), length),
     )
 
 

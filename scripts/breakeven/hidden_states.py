@@ -59,7 +59,7 @@ def encode_shard(tensors: dict[str, Tensor], codec: str) -> dict[str, Tensor]:
 
 @dataclass
 class Captured:
-    """What one forward pass of the target yields for a batch, right-padded: features [B, T, A, H], last [B, T, H]."""
+    """What one forward pass of the target yields: features [B, T, A, H], last [B, T, H]; of `packed` without B."""
 
     features: Tensor
     last: Tensor
@@ -90,13 +90,32 @@ class Capture:
 
         return hook
 
+    def _attend(self, kind: str) -> None:
+        """Choose transformers' attention, where it is another one."""
+        if self.model.config._attn_implementation != kind:
+            self.model.set_attn_implementation(kind)
+
     @torch.inference_mode()
     def __call__(self, token_ids: Tensor, lengths: Tensor) -> Captured:
         """token_ids [B, T] int64, right-padded; lengths [B]."""
+        self._attend("sdpa")
         mask = torch.arange(token_ids.shape[1], device=token_ids.device) < lengths[:, None]
         self.body(input_ids=token_ids, attention_mask=mask.long(), use_cache=False)
         features = torch.stack([self.seen[k] for k in self.layers], dim=2)
         return Captured(features, self.seen[-1])
+
+    @torch.no_grad()
+    def packed(self, token_ids: Tensor, positions: Tensor) -> Captured:
+        """Sequences one behind the other instead: token_ids [T] int64, positions [T] int64, each place's in its own
+        sequence; T a multiple of BLOCK. Returns features [T, A, H], last [T, H]. By flex attention, so for CUDA.
+        """
+        from breakeven.drafter import row_blocks
+
+        self._attend("flex_attention")
+        places = torch.arange(len(token_ids), device=token_ids.device)
+        blocks = row_blocks(places - positions, places, len(token_ids))
+        self.body(input_ids=token_ids[None], position_ids=positions[None], attention_mask=blocks, use_cache=False)
+        return Captured(torch.stack([self.seen[k][0] for k in self.layers], dim=1), self.seen[-1][0])
 
     @torch.inference_mode()
     def logits(self, last: Tensor) -> Tensor:
@@ -276,7 +295,7 @@ class Sequences(Chosen):
 class Responses(Chosen):
     """The same sequences without a store: token ids from response shards, hidden states from the target when asked for.
 
-    `capture` may be None where only tokens are read. `budget`: padded tokens in one forward pass.
+    `capture` may be None where only tokens are read. `budget`: tokens in one forward pass, padding included.
     """
 
     def __init__(self, paths: list[Path], capture: Capture | None = None, budget: int = 8192):

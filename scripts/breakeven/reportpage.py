@@ -307,6 +307,7 @@ def read_manifests(paths: Sequence[Path | str]) -> list[dict[str, Any]]:
                 "counts": list(flat(manifest.get("counts") or {})),
                 "versions": list(flat(manifest.get("versions") or {})),
                 "machine": list(flat(manifest.get("machine") or {})),
+                "running": list(flat(server.get("running") or {})),
                 "command": command,
             }
         )

@@ -44,10 +44,11 @@ def training_flops(config: DrafterConfig, steps: int, tokens: int, rows: int, pa
 
 
 class Meter:
-    """Tokens and FLOP of the steps done while it runs, the first WARM_UP left out where there are more."""
+    """Tokens of all devices and FLOP of this one in the steps done while it runs, the first WARM_UP left out where there
+    are more."""
 
-    def __init__(self, device: str, peak: float | None = None):
-        self.device, self.peak = device, peak or peak_flops(device)
+    def __init__(self, device: str, peak: float | None = None, devices: int = 1):
+        self.device, self.peak, self.devices = device, peak or peak_flops(device), devices
         self.steps, self.tokens, self.flops, self.seconds = 0, 0, 0.0, 0.0
         self.started: float | None = None
 
@@ -69,12 +70,14 @@ class Meter:
         self.start()
 
     def report(self) -> dict:
-        """tokens_per_second, mfu (None where the peak is unknown), peak_memory_bytes (of the device; None on a CPU)."""
+        """tokens_per_second of all devices; of this one flops_per_second, mfu (None where the peak is unknown) and
+        peak_memory_bytes (None on a CPU)."""
         cuda = self.device.startswith("cuda")
         rate = self.tokens / self.seconds if self.seconds else None
         utilisation = self.flops / self.seconds / self.peak if self.seconds and self.peak else None
         return {
             "device": torch.cuda.get_device_name(self.device) if cuda else "cpu",
+            "devices": self.devices,
             "tokens_per_second": rate,
             "flops_per_second": self.flops / self.seconds if self.seconds else None,
             "peak_flops_per_second": self.peak,
@@ -88,6 +91,7 @@ class Meter:
         found = self.report()
         rate, mfu, memory = found["tokens_per_second"], found["mfu"], found["peak_memory_bytes"]
         parts = [f"{rate:.0f} tok/s" if rate else "too short to time"]
+        parts += [f"{self.devices} devices"] if self.devices > 1 else []
         parts += [f"MFU {mfu:.1%}"] if mfu is not None else []
         parts += [f"peak memory {memory / 1e9:.2f} GB"] if memory is not None else []
         return ", ".join(parts)

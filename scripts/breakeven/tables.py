@@ -147,6 +147,7 @@ BENCHMARK = pa.schema(
         ("output_token_ids", pa.list_(pa.int32())),
         ("text", pa.string()),
         ("finish_reason", pa.string()),
+        ("sent_at", pa.float64()),  # seconds since the epoch
         ("ttft_s", pa.float64()),  # request sent to first token received
         ("e2e_s", pa.float64()),  # request sent to last token received
         ("steps", pa.int64()),  # verification steps; null without speculation

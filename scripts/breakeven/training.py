@@ -7,6 +7,9 @@ Row p of step t predicts token x[p+2+t]; its label is the target's distribution 
 x[p+2+t] is a response token, and so is x[p+2], since no engine starts a chain inside a prompt. The mask moves with the
 label, so that the first position drafted after the prompt is trained too. The distribution is restricted to the draft vocabulary; where the target's own greedy token lies outside
 it, the position is masked in the loss and counts as wrong in every accuracy.
+
+An optimizer step is made of `batches_per_step` batches, which the ranks of a run share (ranks.py). The loss is the mean
+over all of them, so that it is the same for any number of ranks, up to the order of sums.
 """
 
 import math
@@ -27,7 +30,8 @@ from breakeven import artefacts
 from breakeven.cli import Progress, UserError, logger
 from breakeven.crossentropy import soft_cross_entropy
 from breakeven.drafter import BLOCK, Drafter, Rows, autocast, row_blocks
-from breakeven.hidden_states import Responses, Sequences, captured_states, decode
+from breakeven.hidden_states import Capture, Responses, Sequences, captured_states, decode
+from breakeven.ranks import ALONE, Ranks
 from breakeven.speed import Meter, training_flops
 
 
@@ -44,6 +48,7 @@ class Settings:
     weight_decay: float = 0.0
     gradient_clip: float = 1.0
     batch_tokens: int = 512  # tokens in a batch, prompts included; at least one sequence
+    batches_per_step: int = 1  # whose gradients make one optimizer step; ranks share them
     seed: int = 0
 
 
@@ -58,8 +63,9 @@ class Batch:
     int64, places of the rows and of the first position of their sequence; source [S, R] int64 and counted [S, R] bool:
     at step s, label l is predicted by row source[s, l], if counted. features [T, A, H] and last [T, H] as stored, with
     scales if the codec has them; argmax [T] int64, the target's greedy next token, -1 where unknown; these three are
-    None where the target is still to be run. spans, counts, indices: see drafter.Rows and row_blocks.
-    Behind the sequences there may be padding: positions that no row sees, rows that are never counted.
+    None where the target is still to be run. spans: see drafter.Rows.
+    With `blocks`, attention is by blocks, and there may be padding behind the sequences: positions that no row sees, each
+    a sequence of its own, and rows that are never counted.
     """
 
     tokens: Tensor
@@ -75,8 +81,7 @@ class Batch:
     last_scale: Tensor | None
     argmax: Tensor | None
     spans: list[tuple[int, int, int, int]]
-    counts: Tensor | None
-    indices: Tensor | None
+    blocks: bool
     flops: tuple[int, int, int, int]  # tokens, rows, counted pairs, keys seen: arguments of speed.training_flops
 
     def to(self, device: str) -> "Batch":
@@ -89,10 +94,9 @@ class Batch:
         return replace(self, **tensors)
 
     def rows(self) -> Rows:
-        if self.counts is None:
+        if not self.blocks:
             return Rows(self.index, self.positions, self.spans)
-        blocks = row_blocks(self.counts, self.indices, self.starts, self.index, len(self.tokens))
-        return Rows(self.index, self.positions, [], blocks)
+        return Rows(self.index, self.positions, [], row_blocks(self.starts, self.index, len(self.tokens)))
 
 
 def join(parts: list[Tensor], length: int, pin: bool) -> Tensor:
@@ -129,7 +133,6 @@ def collate(
         (int(a), int(a + n), int(r0), int(r1)) for a, n, r0, r1 in zip(starts_of, lengths, firsts, ends, strict=True)
     ]
     flops = used, len(index), int(counted.sum()), int((positions[index] + 1).sum())
-    counts = blocks = None
     length = used
     if shape is not None:
         length, height = shape
@@ -139,9 +142,6 @@ def collate(
         starts = np.pad(starts, (0, spare), constant_values=used if used < length else starts_of[-1])
         source, counted = np.pad(source, ((0, 0), (0, spare))), np.pad(counted, ((0, 0), (0, spare)))
         positions = np.pad(positions, (0, length - used))
-        low = starts.reshape(-1, BLOCK).min(1) // BLOCK
-        counts = index.reshape(-1, BLOCK).max(1) // BLOCK - low + 1
-        blocks = np.minimum(low[:, None] + np.arange(length // BLOCK), length // BLOCK - 1)
 
     def tensor(x, dtype=torch.int64):
         made = torch.from_numpy(np.ascontiguousarray(x)).to(dtype)
@@ -163,24 +163,55 @@ def collate(
         last_scale=stored.get("last_scale"),
         argmax=None if argmax is None else argmax.long(),
         spans=spans,
-        counts=None if counts is None else tensor(counts, torch.int32),
-        indices=None if blocks is None else tensor(blocks, torch.int32),
+        blocks=shape is not None,
         flops=flops,
     )
 
 
 @torch.no_grad()
-def prepare(batch: Batch, sequences: Sequences | Responses, device: str) -> Batch:
-    """A collated batch on the device, hidden states decoded, or computed by the target where they are not stored."""
-    batch = batch.to(device)
-    if batch.features is not None:
-        features, last = decode(batch.features, batch.features_scale), decode(batch.last, batch.last_scale)
-        return replace(batch, features=features, last=last)
-    features, last = captured_states(sequences.capture, batch.tokens, batch.lengths, sequences.budget)
-    argmax = torch.full_like(batch.tokens, -1)
-    for labels in (batch.index + 1).clamp(max=len(batch.tokens) - 1).split(2048):
-        argmax[labels] = sequences.capture.logits(last[labels]).argmax(-1)
-    return replace(batch, features=features, last=last, argmax=argmax)
+def decoded(batch: Batch) -> Batch:
+    """The batch with its stored hidden states decoded."""
+    features, last = decode(batch.features, batch.features_scale), decode(batch.last, batch.last_scale)
+    return replace(batch, features=features, last=last)
+
+
+@torch.no_grad()
+def computed(batches: list[Batch], capture: Capture, budget: int) -> list[Batch]:
+    """Batches of one T without hidden states, with those that the target computes for them.
+
+    With attention by blocks, one forward pass over all of them, filled up to `budget` tokens so that its shape is always
+    the same: the pass of a small target over a single batch is bound by the launch of its kernels. Else padded passes.
+    """
+    size = len(batches[0].tokens)
+    if batches[0].blocks:
+        spare = max(0, budget // size - len(batches)) * size
+        tokens, positions = (
+            F.pad(torch.cat([getattr(b, x) for b in batches]), (0, spare)) for x in ("tokens", "positions")
+        )
+        captured = capture.packed(tokens, positions)
+        states = [(captured.features[a : a + size], captured.last[a : a + size]) for a in range(0, len(tokens), size)]
+    else:
+        states = [captured_states(capture, batch.tokens, batch.lengths, budget) for batch in batches]
+    made = []
+    for batch, (features, last) in zip(batches, states, strict=False):
+        argmax = torch.full_like(batch.tokens, -1)
+        for labels in (batch.index + 1).clamp(max=size - 1).split(2048):
+            argmax[labels] = capture.logits(last[labels]).argmax(-1)
+        made.append(replace(batch, features=features, last=last, argmax=argmax))
+    return made
+
+
+def alike(batches: Iterable[Batch], budget: int) -> Iterator[list[Batch]]:
+    """Neighbours of one T together, of at most `budget` tokens (at least one batch)."""
+    group: list[Batch] = []
+    for batch in batches:
+        size = len(batch.tokens)
+        if group and (size != len(group[0].tokens) or (len(group) + 1) * size > budget):
+            yield group
+            group = []
+        group.append(batch)
+    if group:
+        yield group
 
 
 def epoch_batches(lengths: list[int], indices: list[int], budget: int, seed: int, epoch: int) -> list[list[int]]:
@@ -248,26 +279,41 @@ def unroll(drafter: Drafter, tokens: Tensor, features: Tensor, rows: Rows, steps
     return torch.stack(outputs)
 
 
+def labelled(head: TargetHead, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """(labels [R] int64, counted [S, R] bool, trained [S, R] bool) of a prepared batch.
+
+    Counted rows predict a response token; trained ones also have their greedy label in the draft vocabulary.
+    """
+    label = (batch.index + 1).clamp(max=len(batch.tokens) - 1)
+    greedy = batch.argmax[label]
+    counted = batch.counted & (greedy >= 0)
+    return label, counted, counted & head.in_vocabulary[greedy.clamp(min=0)]
+
+
 def chain_loss(
-    drafter: Drafter, head: TargetHead, batch: Batch, settings: Settings, unrolled: Callable[..., Tensor] = unroll
+    drafter: Drafter,
+    head: TargetHead,
+    batch: Batch,
+    settings: Settings,
+    unrolled: Callable[..., Tensor] = unroll,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss of one batch, and per step the number of right greedy predictions and of counted rows.
 
     Returns (loss [], right [S] int64, counted [S] int64). Loss: per step the mean over trained rows of the
-    cross-entropy against softmax(target logits over the draft vocabulary), steps weighted by step_decay**t. Counted
-    rows predict a response token; trained ones also have their greedy label in the draft vocabulary.
+    cross-entropy against softmax(target logits over the draft vocabulary), steps weighted by step_decay**t. With `rows`
+    [S], the trained rows of all batches of an optimizer step, it is this batch's part of their mean.
     """
     hidden = unrolled(drafter, batch.tokens, batch.features, batch.rows(), settings.ttt_steps)
-    label, source = (batch.index + 1).clamp(max=len(batch.tokens) - 1), batch.source
-    greedy = batch.argmax[label]
-    counted = batch.counted & (greedy >= 0)
-    trained = counted & head.in_vocabulary[greedy.clamp(min=0)]
+    source = batch.source
+    label, counted, trained = labelled(head, batch)
     counts = counted.sum(1)
+    rows = trained.sum(1) if rows is None else rows
     if label.device.type == "cpu":  # a GPU would have to wait for their number, and its shapes would change
         kept = trained.any(0).nonzero()[:, 0]
         label, source, trained = label[kept], source[:, kept], trained[:, kept]
     decay = settings.step_decay ** torch.arange(settings.ttt_steps, device=label.device)
-    weights = (decay / decay.sum() / trained.sum(1).clamp(min=1))[:, None] * trained
+    weights = (decay / decay.sum() / rows.clamp(min=1))[:, None] * trained
     flat = source + len(batch.index) * torch.arange(settings.ttt_steps, device=label.device)[:, None]
     picked = hidden.flatten(0, 1).index_select(0, flat.flatten()).view(*flat.shape, -1)
     loss, right = soft_cross_entropy(drafter.norm(picked), drafter.lm_head.weight, batch.last[label], head, weights)
@@ -303,8 +349,14 @@ class Run:
         device: str,
         samples: int | None = None,
         peak: float | None = None,
+        ranks: Ranks = ALONE,
     ):
-        self.drafter, self.head, self.sequences = drafter, head, sequences
+        if ranks.size > settings.batches_per_step:
+            raise UserError(
+                f"{ranks.size} ranks cannot share the {settings.batches_per_step} batches of an optimizer step; start"
+                f" fewer, or raise batches_per_step to {ranks.size}, which trains with that many times larger steps"
+            )
+        self.drafter, self.head, self.sequences, self.ranks = drafter, head, sequences, ranks
         self.settings, self.device, self.cuda = settings, device, device.startswith("cuda")
         self.training = sequences.training(samples)
         self.held_out = [i for i, flag in enumerate(sequences.held_out) if flag]
@@ -324,10 +376,15 @@ class Run:
         self.rows: list[dict[str, Any]] = []
         self.note = ""  # the last loss that was read
         self.unread: deque[tuple[dict[str, Any], Tensor, Any]] = deque()
-        self.meter = Meter(device, peak)
+        self.meter = Meter(device, peak, ranks.size)
 
     def batches(self, epoch: int) -> list[list[int]]:
         return epoch_batches(self.lengths, self.training, self.settings.batch_tokens, self.settings.seed, epoch)
+
+    def groups(self, epoch: int, position: int = 0) -> list[list[list[int]]]:
+        """The batches of each optimizer step of an epoch, from batch `position` on; the last step may have fewer."""
+        left, size = self.batches(epoch)[position:], self.settings.batches_per_step
+        return [left[a : a + size] for a in range(0, len(left), size)]
 
     def validation_batches(self) -> list[list[int]]:
         return epoch_batches(self.lengths, self.held_out, self.settings.batch_tokens, 0, 0)
@@ -338,7 +395,8 @@ class Run:
         batches = [batch for epoch in range(self.settings.epochs) for batch in self.batches(epoch)]
         fitting = [b for b in batches + self.validation_batches() if len(b) > 1] or [[]]
         rows = max(sum(answers[i] for i in batch) for batch in fitting)
-        return rounded(self.settings.batch_tokens), rounded(max(rows, 1))
+        # Rounded coarsely, so that runs of other sizes find what was compiled for this one.
+        return rounded(self.settings.batch_tokens), rounded(max(rows, 1), 4 * BLOCK)
 
     def _collate(self, indices: list[int]) -> Batch:
         shape = self.shape
@@ -354,20 +412,27 @@ class Run:
     def _batches(self, batches: list[list[int]]) -> Iterator[Batch]:
         """Prepared batches on the device; on CUDA the next one is copied there, on a stream of its own, meanwhile."""
         collated = ahead(self._collate, batches, self.WORKERS if self.cuda else 0)
-        for batch in copied_ahead(collated, self.device) if self.cuda else collated:
-            yield prepare(batch, self.sequences, self.device)
+        yield from self._with_states(copied_ahead(collated, self.device) if self.cuda else collated)
+
+    def _with_states(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Batches on the device with their hidden states, stored or computed by the target."""
+        if isinstance(self.sequences, Responses):
+            for group in alike(batches, self.sequences.budget if self.cuda else 0):
+                yield from computed(group, self.sequences.capture, self.sequences.budget)
+        else:
+            yield from map(decoded, batches)
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
         """Loss and per-step accuracy on the held-out sequences; None without any."""
         if not self.held_out:
             return {"loss": None, "accuracy": None}
-        found = []
-        for batch in self._batches(self.validation_batches()):
+        found = [torch.zeros(1 + 2 * self.settings.ttt_steps, dtype=torch.double, device=self.device)]
+        for batch in self._batches(self.ranks.own(self.validation_batches())):
             with autocast(self.device):
                 loss, right, counted = chain_loss(self.drafter, self.head, batch, self.settings, self.unroll)
             found.append(torch.cat([loss[None] * len(batch.lengths), right, counted]).double())
-        total = torch.stack(found).sum(0).cpu()
+        total = self.ranks.sum(torch.stack(found).sum(0)).cpu()
         right, counted = total[1:].chunk(2)
         return {"loss": total[0].item() / len(self.held_out), "accuracy": (right / counted.clamp(min=1)).tolist()}
 
@@ -412,22 +477,26 @@ class Run:
         Loss, accuracy and gradient norm of an optimizer step are filled in when they have been read, LAG steps later.
         """
         settings = self.settings
-        total = sum(len(self.batches(epoch)) for epoch in range(settings.epochs))
+        total = sum(len(self.groups(epoch)) for epoch in range(settings.epochs))
         expected = settings.epochs * sum(self.lengths[i] for i in self.training)
         with Progress(expected, "tok", "training", done=self.tokens) as progress:
             while self.epoch < settings.epochs:
                 self.meter.start()
-                for batch in self._batches(self.batches(self.epoch)[self.position :]):
-                    row = self._optimize(batch, total)
+                groups = self.groups(self.epoch, self.position)
+                shares = [self.ranks.own(group) for group in groups]
+                prepared = self._batches([batch for share in shares for batch in share])
+                for group, share in zip(groups, shares, strict=True):
+                    batches = [next(prepared) for _ in share]
+                    row = self._optimize(batches, total)
+                    tokens = sum(self.lengths[i] for batch in group for i in batch)
                     self.rows.append(row)
-                    self.position += 1
+                    self.position += len(group)
                     self.step += 1
-                    self.tokens += sum(batch.lengths)
+                    self.tokens += tokens
                     self.read(self.LAG if self.cuda else 0)
-                    progress.add(sum(batch.lengths), self.note)
-                    if self.meter.add(
-                        batch.flops[0], training_flops(self.drafter.config, settings.ttt_steps, *batch.flops)
-                    ):
+                    progress.add(tokens, self.note)
+                    flops = sum(training_flops(self.drafter.config, settings.ttt_steps, *b.flops) for b in batches)
+                    if self.meter.add(tokens, flops):
                         self.read()
                         self.meter.restart()
                     yield row
@@ -442,14 +511,24 @@ class Run:
                     logger.info("epoch %d: held-out loss %.3f, accuracy %s", self.epoch, row["loss"], accuracy)
                 yield row
 
-    def _optimize(self, batch: Batch, total: int) -> dict[str, Any]:
+    def _optimize(self, batches: list[Batch], total: int) -> dict[str, Any]:
+        """One optimizer step on this rank's batches of it, of which there may be none; total: steps of the run."""
         rate = learning_rate(self.settings, self.step, total)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        with autocast(self.device):
-            loss, right, counted = chain_loss(self.drafter, self.head, batch, self.settings, self.unroll)
+        rows = None
+        if self.settings.batches_per_step > 1:
+            rows = torch.zeros(self.settings.ttt_steps, dtype=torch.int64, device=self.device)
+            rows = self.ranks.sum(sum((labelled(self.head, batch)[2].sum(1) for batch in batches), rows))
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        found = torch.zeros(1 + 2 * self.settings.ttt_steps, device=self.device)
+        for batch in batches:
+            with autocast(self.device):
+                loss, right, counted = chain_loss(self.drafter, self.head, batch, self.settings, self.unroll, rows)
+            loss.backward()
+            found += torch.cat([loss.detach()[None], right, counted])
+        found = self.ranks.sum_gradients(self.drafter.parameters(), found)
+        right, counted = found[1:].chunk(2)
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.settings.gradient_clip)
         self.optimizer.step()
         row = {
@@ -462,7 +541,7 @@ class Run:
             "gradient_norm": None,
             "tokens": self.tokens,
         }
-        results = torch.cat([loss.detach()[None], norm[None], right / counted.clamp(min=1)])
+        results = torch.cat([found[:1], norm[None], right / counted.clamp(min=1)])
         done = None
         if self.cuda:
             results = torch.empty(results.shape, dtype=results.dtype, pin_memory=True).copy_(results, non_blocking=True)
@@ -507,9 +586,9 @@ def copied_ahead(batches: Iterable[Batch], device: str) -> Iterator[Batch]:
         yield arrived()
 
 
-def rounded(count: int) -> int:
-    """The next multiple of BLOCK."""
-    return -(-count // BLOCK) * BLOCK
+def rounded(count: int, unit: int = BLOCK) -> int:
+    """The next multiple of `unit`."""
+    return -(-count // unit) * unit
 
 
 def fingerprint(settings: Settings, drafter: Drafter, inputs: dict[str, str]) -> str:

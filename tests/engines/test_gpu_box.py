@@ -40,7 +40,7 @@ def test_the_stages_of_a_box(finished, tmp_path):
     done = box(folder, "generate")
     assert done.returncode == 0 and done.stdout.count("generate 000000") == 1, done.stdout + done.stderr
     failed = box(folder, "train")
-    assert failed.returncode != 0 and f"error: train 8 failed; see {folder}/logs/train-8.log" in failed.stderr
+    assert failed.returncode != 0 and f"error: train 8 failed; see {folder}/logs/train-own-8.log" in failed.stderr
     done = box(folder)
     assert done.returncode == 0, done.stdout + done.stderr
     said = [line.split(" ", 1)[1] for line in done.stdout.splitlines()]

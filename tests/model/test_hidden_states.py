@@ -206,3 +206,21 @@ def test_packed_states_are_those_of_each_sequence_alone(target_folder, responses
             last[:-spare].float(), torch.cat([own["last"] for own in alone]).float(), atol=0.06, rtol=0.06
         )
         assert (features[-spare:] == 0).all() and not features.is_inference()
+
+
+def test_one_packed_pass_gives_the_states_of_each_sequence_alone(target_folder, responses):
+    """The way of CUDA, here with flex attention as it is defined, not compiled."""
+    capture = hidden_states.Capture(target.load_model(target_folder, "cpu", "float32"), DISTINCT)
+    online = hidden_states.Responses([responses], capture)
+    chosen = [4, 1, 2, 0, 3]
+    lengths = [online.length(i) for i in chosen]
+    spare = -sum(lengths) % 128
+    tokens = torch.cat([online.stored(i)["token_ids"].long() for i in chosen] + [torch.zeros(spare).long()])
+    positions = torch.cat([*map(torch.arange, lengths), torch.zeros(spare).long()])
+    with torch.compiler.set_stance("force_eager"):
+        captured = capture.packed(tokens, positions)
+    alone = [online.load(i, "hidden", "last") for i in chosen]  # by SDPA again
+    for mine, name in ((captured.features, "hidden"), (captured.last, "last")):
+        together = torch.cat([own[name] for own in alone]).float()
+        torch.testing.assert_close(mine[: sum(lengths)], together, atol=1e-3, rtol=1e-4)
+    assert not captured.features.is_inference()

@@ -65,7 +65,10 @@ def write_shard(folder: Path, path: Path, layers=tuple(DISTINCT), codec="bfloat1
     tensors["conversation"] = torch.arange(len(prompts))
     save_file(hidden_states.encode_shard(tensors, codec), path)
     artefacts.write_manifest(
-        artefacts.manifest_path(path), "hidden_states", parameters={"layers": list(layers), "codec": codec}
+        artefacts.manifest_path(path),
+        "hidden_states",
+        parameters={"layers": list(layers), "codec": codec},
+        inputs={"target": folder / "manifest.json"},
     )
     return path
 

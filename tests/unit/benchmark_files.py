@@ -34,6 +34,7 @@ def default(arm: str = "vllm-none", k: int = 0, drafter: str | None = None, rate
         "passes": [1, 2, 3],
         "text": "An answer.",
         "output": None,  # token ids of every output, instead of prose
+        "sent_at": 1.8e9,  # of the first pass; passes are ten minutes apart
         "change_rows": lambda rows: rows,
         "findings": [],
         "unmeasured": {},  # by pass number: preflight or decided; such a pass has no rows
@@ -66,6 +67,7 @@ def write(benchmarks: Path, spec: dict, seed: int = 0) -> None:
                     "output_token_ids": output,
                     "text": spec["text"],
                     "finish_reason": "length",
+                    "sent_at": spec["sent_at"] + 600 * number + 10 * i,
                     "ttft_s": ttft,
                     "e2e_s": ttft + (n - 1) / rate,
                     "steps": steps,

@@ -29,6 +29,21 @@ def compared(folder, *specs, offline=None):
     return {row["arm"]: row for row in result.summary}, result
 
 
+def test_an_arm_measured_long_after_its_baseline_is_not_decided(tmp_path, specs):
+    """Passes at 10, 20, 30 minutes; the arm's begin 15 minutes later, then 25: between, and after the baseline's last."""
+    base, arm = specs
+    beside, _ = compared(tmp_path / "beside", base, arm | {"sent_at": base["sent_at"] + 900})
+    assert beside["vllm-own-k3"]["verdict"] == "faster"
+    rows, result = compared(tmp_path / "later", base, arm | {"sent_at": base["sent_at"] + 1500})
+    assert rows["vllm-own-k3"]["verdict"] == "undecided" and rows["vllm-own-k3"]["speedup"] > 1.3
+    warning = next(w for w in result.details["vllm-own-k3"]["warnings"] if "apart" in w)
+    assert warning.startswith("measured 4 minutes apart from vllm-none") and "results/benchmarks/vllm-none" in warning
+    arms = [comparison.read_arm(tmp_path / "later", name) for name in ("vllm-none", "vllm-own-k3")]
+    assert comparison.undecided(arms) == ["vllm-none", "vllm-own-k3"]  # a further pass of both would decide
+    once, _ = compared(tmp_path / "once", base | {"passes": [1]}, arm | {"passes": [1], "sent_at": 1.9e9})
+    assert "too-few-passes" in once["vllm-own-k3"]["reason"]
+
+
 def test_a_sound_comparison(tmp_path, specs):
     offline = {"own": files.write_offline(tmp_path / "offline.parquet")}
     rows, result = compared(tmp_path, *specs, offline=offline)

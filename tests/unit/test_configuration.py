@@ -147,6 +147,18 @@ def test_jobs_take_as_many_gpus_as_their_engine_is_spread_over(config):
     assert configuration.gpus(config, "compare") == 0
 
 
+def test_a_drafter_is_trained_on_as_many_gpus_as_share_a_step(config):
+    own = config["drafters"]["own"]
+    own["gpus"] = 4
+    with pytest.raises(UserError, match="drafters.own.gpus: 4 GPUs cannot share the 1 batches of an optimizer step"):
+        configuration.check(config, SCHEMA)
+    own["settings"]["batches_per_step"] = 4
+    configuration.check(config, SCHEMA)
+    assert configuration.gpus(config, "train_drafter", own) == 0
+    config["hardware"] = "cuda"
+    assert configuration.gpus(config, "train_drafter", own) == 4
+
+
 def test_json_of_equal_settings_is_equal(config):
     shuffled = json.loads(json.dumps(copy.deepcopy(config["responses"])))
     shuffled["sampling"] = dict(reversed(shuffled["sampling"].items()))

@@ -36,3 +36,5 @@ def test_every_rule_on_a_gpu_asks_for_time_and_memory():
         for rule in re.split(r"^(?=rule )", path.read_text(), flags=re.M)[1:]:
             if "gpu=" in rule:
                 assert "runtime=growing(" in rule and "mem_mb=growing(" in rule, rule.splitlines()[0]
+                # Those that run beside others get GPUs of their own.
+                assert "machine=100" in rule or "scripts/on_gpus.py {resources.gpu} " in rule, rule.splitlines()[0]

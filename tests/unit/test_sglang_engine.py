@@ -137,6 +137,34 @@ def test_what_runs_is_compared_with_what_was_asked():
         sglang.compare_settings({"attention_backend": "torch_native"}, {"attention-backend": "intel_amx"})
 
 
+class Session:
+    """A server whose /server_info is `running`."""
+
+    def __init__(self, running):
+        self.running, self.status_code = running, 200
+
+    def get(self, url, timeout):
+        return self
+
+    def raise_for_status(self):
+        pass
+
+    def json(self):
+        return self.running
+
+
+@pytest.mark.parametrize("name", ["tp-size", "tensor-parallel-size", "tp"])
+def test_the_number_of_gpus_is_read_back_under_each_of_its_names(name, tmp_path):
+    def check(asked, running):
+        session = Session({"tp_size": running, "max_running_requests": 4})
+        flags = {name: asked, "max-running-requests": 4}
+        return sglang.check_settings(session, "", "target", Speculation(), flags, tmp_path)
+
+    assert check(2, 2) == {"max-running-requests": 4, "tp-size": 2}
+    with pytest.raises(UserError, match="asked for --tp-size 2 and runs 1"):
+        check(2, 1)
+
+
 # Last event of a stream, field names as each version writes them.
 META = {
     "0.5.23": {

@@ -48,6 +48,43 @@ def test_speculative_config(speculation, expected):
     assert config_of(words(speculation)) == expected
 
 
+def test_a_drafter_is_spread_over_the_gpus_of_its_target():
+    flags = {"tensor-parallel-size": 2}
+    assert config_of(words(Speculation("eagle3", 3, "d"), flags))["draft_tensor_parallel_size"] == 2
+    chosen = Speculation("eagle3", 3, "d", {"draft_tensor_parallel_size": 1})
+    assert config_of(words(chosen, flags))["draft_tensor_parallel_size"] == 1
+    assert "draft_tensor_parallel_size" not in config_of(words(Speculation("ngram", 3), flags))
+
+
+# As 0.32.0 writes it, less what is not read.
+STARTED = (
+    "(EngineCore pid=7) INFO 11-29 20:59:52 [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: "
+    "model='results/target', speculative_config=SpeculativeConfig(method='eagle3', model='d', num_spec_tokens=3), "
+    "dtype=torch.bfloat16, max_seq_len=2048, load_format=auto, tensor_parallel_size=2, pipeline_parallel_size=1, "
+    "data_parallel_size=1, enforce_eager=True, kv_cache_dtype=auto\n"
+)
+
+
+def test_what_the_engine_printed_is_compared_with_what_was_asked(tmp_path):
+    log = tmp_path / "server.log"
+    log.write_text("starting\n" + STARTED + "ready\n")
+
+    def check(speculation, **flags):
+        named = {name.replace("_", "-"): value for name, value in flags.items()}
+        return vllm.check_settings(None, "", "target", speculation, named, log)
+
+    found = check(Speculation("eagle3", 3, "d"), tensor_parallel_size=2, max_model_len=2048, enforce_eager=True)
+    asked = {"tensor-parallel-size": 2, "max-model-len": 2048, "enforce-eager": True, "num_speculative_tokens": 3}
+    assert found == asked | {"draft_tensor_parallel_size": 2}
+    assert check(Speculation(), dtype="bfloat16", max_model_len=-1) == {}
+    with pytest.raises(UserError, match="asked for tensor-parallel-size 4 and runs 2"):
+        check(Speculation(), tensor_parallel_size=4)
+    with pytest.raises(UserError, match="asked for num_speculative_tokens 5 and runs 3"):
+        check(Speculation("eagle3", 5, "d"))
+    log.write_text("ready\n")
+    assert check(Speculation(), tensor_parallel_size=4) == {}
+
+
 def test_plain_decoding_has_no_speculation_flags():
     assert not [word for word in words(supported={vllm.PER_REQUEST_METRICS}) if "spec" in word]
 

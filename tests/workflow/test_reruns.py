@@ -70,6 +70,7 @@ CHANGES = {
     "output length": (config(protocols__quick__max_tokens=40), SERVED | {"benchmark": 2}),
     "a flag of the engine": (config(**{"engines__vllm__flags__cpu__max-num-seqs": 8}), ARM | {"benchmark": 2}),
     "epochs": (config(drafters__own__settings__epochs=3), DRAFTER),
+    "GPUs that train a drafter": (config(drafters__own__gpus=1), {}),
     "samples of a drafter": (config(drafters__own__samples=20), {"build_vocabulary": 1} | DRAFTER),
     "size of the draft vocabulary": (config(drafters__own__vocabulary_size=1024), {"build_vocabulary": 1} | DRAFTER),
     "more prompts": (

