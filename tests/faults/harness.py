@@ -214,11 +214,15 @@ class Work:
         return subprocess.Popen(command, cwd=self.folder, start_new_session=True, stdin=subprocess.DEVNULL)
 
     def results(self, job: Job) -> dict[str, str]:
-        """sha256 of the outputs that are there; of a benchmark its token ids, since its seconds differ."""
+        """sha256 of the outputs that are there; where an engine wrote them, of what is the same in every run.
+
+        A benchmark's seconds differ, and so may bf16 responses: a resumed shard batches what is missing.
+        """
         paths = {name: self.folder / name for name in job.outputs if not name.endswith(VOLATILE)}
-        if job.rule == "benchmark":
+        columns = FIXED.get(job.rule)
+        if columns:
             table = paths[job.outputs[0]]
-            return {"token ids": artefacts.fingerprint(tokens(table))} if table.is_file() else {}
+            return {job.outputs[0]: chosen_columns(table, columns)} if table.is_file() else {}
         return {name: artefacts.sha256(path) for name, path in paths.items() if path.is_file()}
 
     def log(self, job: Job) -> str:
@@ -267,11 +271,25 @@ class Work:
         self.same_results(job, usual)
         resumed = re.search(r"resuming.*", self.log(job))
         outcome.recovered = f"same results ({resumed[0]})" if resumed else "same results"
+        if job.rule == "generate_responses":
+            mine, theirs = (read_responses(folder / job.outputs[0]) for folder in (self.folder, self.faults.finished))
+            same = sum(a == b for a, b in zip(mine, theirs, strict=True))
+            outcome.recovered += f", {same} of {len(mine)} texts identical"
         self.nothing_runs()
 
 
-def tokens(path: Path) -> list:
-    return [(row["prompt_id"], row["output_token_ids"]) for row in artefacts.read_table(path).to_pylist()]
+FIXED = {
+    "benchmark": ("prompt_id", "prompt_token_ids", "output_token_ids"),
+    "generate_responses": ("prompt_id", "sample", "prompt_token_ids"),
+}
+
+
+def chosen_columns(path: Path, columns: tuple[str, ...]) -> str:
+    return artefacts.fingerprint([[row[name] for name in columns] for row in artefacts.read_table(path).to_pylist()])
+
+
+def read_responses(path: Path) -> list[list[int]]:
+    return artefacts.read_table(path)["response_token_ids"].to_pylist()
 
 
 def error_of(text: str) -> str:
@@ -313,7 +331,7 @@ def chosen(process: subprocess.Popen, target: str) -> psutil.Process:
         if target == "engine" and children:
             return children[0]
         if target == "engine's child" and children:
-            return next(iter(children[0].children()), children[0])
+            return max(children[0].children(), key=lambda child: child.memory_info().rss, default=children[0])
     return rule
 
 
