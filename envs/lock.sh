@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 export UV_FIND_LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}" UV_INDEX_STRATEGY=unsafe-best-match UV_CUSTOM_COMPILE_COMMAND="bash envs/lock.sh"
 names=("$@")
-[ ${#names[@]} -gt 0 ] || names=(workflow model-cpu model-cuda vllm-cpu vllm-cuda sglang-cpu sglang-cuda)
+[ ${#names[@]} -gt 0 ] || names=(workflow cluster model-cpu model-cuda vllm-cpu vllm-cuda sglang-cpu sglang-cuda)
 for name in "${names[@]}"; do
   options=()
   # What a CPU engine asks for and cannot use beside a CPU torch; nothing that is used here needs it.

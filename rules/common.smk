@@ -1,4 +1,5 @@
 # All Python of the rules: which files, which parameters. Nothing here depends on time, machine or order.
+import importlib.util
 import os
 import subprocess
 import sys
@@ -37,7 +38,19 @@ REPLAYED = configuration.replayed_arms(config)
 BENCHMARK_PROMPTS = configuration.benchmark_prompts(config)
 LAYERS = configuration.layers_option(config)
 ONLINE = config["hidden_states"]["mode"] == "online"
+RESPONSES_ENGINE = config["responses"]["engine"]
+RESPONSES_ENVIRONMENT = (
+    "workflow" if RESPONSES_ENGINE == "endpoint" else RESPONSES_ENGINE
+)
+STATES_ENGINE = config["hidden_states"]["engine"]
+STATES_ENVIRONMENT = "model" if STATES_ENGINE == "transformers" else STATES_ENGINE
 STORED_CODEC = "none" if ONLINE else config["hidden_states"]["codec"]
+
+if config["storage"] and not importlib.util.find_spec("snakemake_storage_plugin_s3"):
+    raise WorkflowError(
+        f"config, storage: snakemake-storage-plugin-s3 is not beside {sys.executable}; run `make cluster` and use"
+        " .envs/cluster/bin/snakemake"
+    )
 
 NO_CURVE = (
     "config, data_curve: there is none; set it, for example"
@@ -95,14 +108,47 @@ def as_json(value):
     return configuration.as_json(value)
 
 
-def response_settings(section):
-    """The engine's own part of responses.settings or responses.environment."""
-    responses = config["responses"]
-    return as_json(by_hardware(responses[section][responses["engine"]]))
+def response_settings(section, engine=RESPONSES_ENGINE):
+    """An engine's own part of responses.settings or responses.environment; of an endpoint, what its model is called."""
+    if engine == "endpoint":
+        model = {"model": config["responses"]["endpoint"].get("model")}
+        return as_json(model if section == "settings" else {})
+    return as_json(by_hardware(config["responses"][section][engine]))
+
+
+def endpoint_option(wildcards, threads):
+    """How a running server is reached. Takes threads, so that Snakemake does not track it: an address changes no response."""
+    if RESPONSES_ENGINE != "endpoint":
+        return ""
+    endpoint = {"concurrency": 64} | dict(config["responses"]["endpoint"])
+    endpoint.pop("model", None)
+    return ["--endpoint", as_json(endpoint)]
+
+
+def engine_modules(engine):
+    """An engine's files and, where it extracts, the connector that runs inside it."""
+    connector = f"scripts/breakeven/engines/{engine}_connector.py"
+    there = Path(workflow.basedir, connector).is_file()
+    return engine_files(engine) + ([connector] if there else [])
+
+
+def states_settings(section):
+    """The settings or the environment of the engine that extracts; transformers takes none."""
+    return (
+        "{}"
+        if STATES_ENGINE == "transformers"
+        else response_settings(section, STATES_ENGINE)
+    )
+
+
+def shard_file(folder, name):
+    """A shard's file: in results/, or in the object store that config, storage, names for its folder."""
+    store = config["storage"].get(folder)
+    return storage.s3(f"{store}/{name}") if store else f"results/{folder}/{name}"
 
 
 def shards(folder, suffix):
-    return expand(f"results/{folder}/shard-{{shard}}.{suffix}", shard=SHARDS)
+    return [shard_file(folder, f"shard-{shard}.{suffix}") for shard in SHARDS]
 
 
 def sequences(suffix):
@@ -235,6 +281,30 @@ def start_files(wildcards):
 
 def gpus(rule):
     return configuration.gpus(config, rule)
+
+
+def parity_files():
+    """What must hold before a drafter is trained: each engine that serves it captures the layers that were extracted."""
+    return [
+        f"results/parity/{name}.json" for name in configuration.parity_engines(config)
+    ]
+
+
+def parity_states():
+    """The first shard's hidden states; online there are none."""
+    return [] if ONLINE else shards("hidden_states", "safetensors")[0]
+
+
+def parity_states_option():
+    return "" if ONLINE else "--hidden-states"
+
+
+def parity_gpus(wildcards):
+    return configuration.gpus(config, "check_parity", {"engine": wildcards.engine})
+
+
+def states_gpus(wildcards):
+    return gpus("extract_hidden_states")
 
 
 def response_gpus(wildcards):

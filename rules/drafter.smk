@@ -7,6 +7,7 @@ rule train_drafter:
         sequences=sequences("data"),
         manifests=sequences("manifest.json"),
         start=start_files,
+        parity=parity_files(),
     output:
         manifest="results/drafters/{drafter}/checkpoint/manifest.json",
         config="results/drafters/{drafter}/checkpoint/config.json",

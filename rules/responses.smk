@@ -1,14 +1,12 @@
 rule generate_responses:
     input:
-        environment=environment(config["responses"]["engine"]),
-        script=script(
-            "generate_responses", *engine_files(config["responses"]["engine"])
-        ),
+        environment=environment(RESPONSES_ENVIRONMENT),
+        script=script("generate_responses", *engine_files(RESPONSES_ENGINE)),
         target="results/target/manifest.json",
         pool="results/prompts/pool.parquet",
     output:
-        responses="results/responses/shard-{shard}.parquet",
-        manifest="results/responses/shard-{shard}.manifest.json",
+        responses=shard_file("responses", "shard-{shard}.parquet"),
+        manifest=shard_file("responses", "shard-{shard}.manifest.json"),
     log:
         "logs/generate_responses/shard-{shard}.log",
     benchmark:
@@ -16,7 +14,7 @@ rule generate_responses:
     priority: PREPARING
     retries: 1
     conda:
-        f"../envs/{config['responses']['engine']}-{HARDWARE}.yaml"
+        f"../envs/{flavour(RESPONSES_ENVIRONMENT)}.yaml"
     threads: config["threads"]
     resources:
         gpu=response_gpus,
@@ -24,7 +22,7 @@ rule generate_responses:
         runtime=growing(240),
         mem_mb=growing(32000, response_gpus),
     params:
-        python=python(config["responses"]["engine"]),
+        python=python(RESPONSES_ENVIRONMENT),
         shard_size=lookup("prompts/shard_size", within=config),
         engine=lookup("responses/engine", within=config),
         samples=lookup("responses/samples_per_prompt", within=config),
@@ -32,10 +30,12 @@ rule generate_responses:
         greedy_first="--greedy-first" if config["responses"]["greedy_first"] else "",
         settings=response_settings("settings"),
         environment=response_settings("environment"),
+        endpoint=endpoint_option,
         hardware=HARDWARE,
     shell:
         "{params.python} scripts/on_gpus.py {resources.gpu} {input.script[0]}"
         " --target results/target --pool {input.pool} --start {wildcards.shard}"
         " --count {params.shard_size} --engine {params.engine} --sampling {params.sampling:q}"
         " --samples-per-prompt {params.samples} {params.greedy_first} --settings {params.settings:q}"
-        " --environment {params.environment:q} --hardware {params.hardware} --out {output.responses} > {log} 2>&1"
+        " --environment {params.environment:q} {params.endpoint:q} --hardware {params.hardware}"
+        " --out {output.responses} > {log} 2>&1"

@@ -7,32 +7,32 @@ Writes the table, a figure, and beside the table a .txt with what they mean: the
 and whether more data crosses break-even. Step costs and the comparison are optional.
 """
 
-import argparse
 from pathlib import Path
 
 from breakeven import artefacts, cli, scaling, tables
+from breakeven.options import pairs
 
 
 def main() -> None:
     parser = cli.parser(__doc__)
     add = parser.add_argument
     add("--drafter", required=True, help="name of the drafter; point N is called NAME-N")
-    add("--points", required=True, nargs="+", type=pair, help="N=FILE, counts of each held-out sequence")
+    add("--points", required=True, nargs="+", help="N=FILE, counts of each held-out sequence")
     add("--k", required=True, nargs="+", type=int, help="drafted tokens per step; a curve for each")
-    add("--stepcost", nargs="*", default=[], type=pair, help="ENGINE=FILE, as step_cost.py writes them")
+    add("--stepcost", nargs="*", default=[], help="ENGINE=FILE, as step_cost.py writes them")
     add("--summary", type=Path, help="summary.parquet of a comparison: served acceptance, and rho of measured arms")
     add("--style", type=Path, required=True, help="style of the figure")
     add("--figure", type=Path, help="SVG file to write; beside --out if not given")
     add("--out", required=True, type=Path, help="Parquet file to write")
     args = parser.parse_args()
 
-    points = {}
-    for samples, path in args.points:
+    points, files, step_costs = {}, pairs("--points", args.points), pairs("--stepcost", args.stepcost)
+    for samples, path in files.items():
         if not samples.isdecimal():
-            parser.error(f"--points {samples}={path}: {samples!r} is no number of samples")
+            raise cli.UserError(f"--points {samples}={path}: {samples!r} is no number of samples")
         points[int(samples)] = artefacts.read_table(path, tables.OFFLINE_BY_SEQUENCE).to_pandas()
     names = [args.drafter, *(f"{args.drafter}-{n}" for n in points)]
-    measured = {engine: artefacts.read_table(path, tables.STEP_COST).to_pandas() for engine, path in args.stepcost}
+    measured = {engine: artefacts.read_table(path, tables.STEP_COST).to_pandas() for engine, path in step_costs.items()}
     summary = artefacts.read_table(args.summary, tables.SUMMARY).to_pandas() if args.summary else None
     served = {}
     if summary is not None:
@@ -47,9 +47,8 @@ def main() -> None:
     artefacts.write_table(args.out, rows, tables.DATA_CURVE)
     with artefacts.atomic(args.out.with_suffix(".txt")) as temporary:
         temporary.write_text(text)
-    inputs = {f"point {n}": path for n, path in args.points} | {
-        f"step cost {name}": path for name, path in args.stepcost
-    }
+    inputs = {f"point {n}": path for n, path in files.items()}
+    inputs |= {f"step cost {name}": path for name, path in step_costs.items()}
     artefacts.write_manifest(
         artefacts.manifest_path(args.out),
         "data_curve",
@@ -60,14 +59,6 @@ def main() -> None:
         files=artefacts.hashes(args.out),
     )
     cli.logger.info("\n%s", text)
-
-
-def pair(text: str) -> tuple[str, Path]:
-    """'NAME=FILE' -> (NAME, FILE)."""
-    name, equals, path = text.partition("=")
-    if not (name and equals and path):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=FILE")
-    return name, Path(path)
 
 
 if __name__ == "__main__":

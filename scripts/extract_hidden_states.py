@@ -4,14 +4,16 @@
         --layers default --out results/hidden_states/shard-000000.safetensors
 
 `--layers` are physical: k is the input of decoder layer k. The format is described in breakeven/hidden_states.py.
+With an engine (docs/engines.md) it runs in that engine's environment.
 """
 
+import json
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from breakeven import artefacts, cli, hidden_states, selection, tables, target
+from breakeven import artefacts, cli, engines, hidden_states, selection, shard_file, tables, target
 from breakeven.conventions import layers_option
 
 
@@ -28,7 +30,12 @@ def main() -> None:
         default="bfloat16",
         help="how they are stored; int8 takes half the space",
     )
-    parser.add_argument("--batch-tokens", type=int, default=4096, help="padded tokens in one forward pass")
+    parser.add_argument(
+        "--engine", choices=["transformers", "vllm"], default="transformers", help="what runs the target"
+    )
+    parser.add_argument("--settings", default={}, type=json.loads, help="the engine's arguments as JSON")
+    parser.add_argument("--environment", default={}, type=json.loads, help="its environment variables as JSON")
+    parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens in one forward pass, padding included")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
     parser.add_argument(
@@ -44,26 +51,41 @@ def main() -> None:
     responses = artefacts.read_table(args.responses, tables.RESPONSES)
     prompt_ids = responses["prompt_token_ids"].to_pylist()
     response_ids = responses["response_token_ids"].to_pylist()
+    hidden_states.refuse_one_sided(prompt_ids, response_ids)
     total = sum(map(len, prompt_ids)) + sum(map(len, response_ids))
     needed = total * selection.bytes_per_token(config["hidden_size"], len(layers), args.codec)
     selection.check_space(args.out.parent, needed, f"the hidden states of {total} tokens")
+    about = hidden_states.about_sequences(responses)
 
-    model = target.load_model(args.target, args.device)
-    capture = hidden_states.Capture(model, layers)
-    tensors = hidden_states.extract(capture, prompt_ids, response_ids, args.batch_tokens, args.device)
-    tensors |= hidden_states.about_sequences(responses)
-    rows = tensors["temperature"] == 0
-    greedy = bool(rows.any())
-    share = hidden_states.canary(tensors, rows if greedy else None)
-    kind = "greedy response tokens" if greedy else "response tokens"
-    cli.logger.info("canary: %.1f %% of the %s are the target's greedy choice", 100 * share, kind)
-    if greedy and share < args.canary:
-        raise cli.UserError(
-            f"{args.responses}: only {share:.1%} of the greedy response tokens are this target's greedy choice"
-            f" ({args.canary:.0%} are needed); the responses come from another target, template or precision"
-        )
+    versions = {"torch": torch.__version__}
     with artefacts.atomic(args.out) as temporary:
-        save_file(hidden_states.encode_shard(tensors, args.codec), temporary)
+        if args.engine == "transformers":
+            capture = hidden_states.Capture(target.load_model(args.target, args.device), layers)
+            tensors = hidden_states.extract(capture, prompt_ids, response_ids, args.batch_tokens, args.device) | about
+            save_file(hidden_states.encode_shard(tensors, args.codec), temporary)
+        else:
+            artefacts.verify_folder(args.target)
+            engine = engines.engine(args.engine)
+            engines.prepare(engine, args.device, args.environment)
+            versions = engines.versions(args.engine)
+            settings = args.settings | {"max_num_batched_tokens": args.batch_tokens}
+            tensors = shard_file.extract(
+                engine, args.target, layers, prompt_ids, response_ids, temporary, args.codec, settings
+            )
+            for name, values in about.items():
+                tensors[name].copy_(values)
+            norm, head = target.load_norm_and_head(args.target)
+            shard_file.fill_argmax(tensors, norm, head, config["rms_norm_eps"], args.device)
+        rows = tensors["temperature"] == 0
+        greedy = bool(rows.any())
+        share = hidden_states.canary(tensors, rows if greedy else None)
+        kind = "greedy response tokens" if greedy else "response tokens"
+        cli.logger.info("canary: %.1f %% of the %s are the target's greedy choice", 100 * share, kind)
+        if greedy and share < args.canary:
+            raise cli.UserError(
+                f"{args.responses}: only {share:.1%} of the greedy response tokens are this target's greedy choice"
+                f" ({args.canary:.0%} are needed); the responses come from another target, template or precision"
+            )
     artefacts.write_manifest(
         artefacts.manifest_path(args.out),
         "hidden_states",
@@ -72,6 +94,7 @@ def main() -> None:
             "meaning": "hidden[:, i] is the input of decoder layer layers[i]; last is before the final norm",
             "codec": args.codec,
             "hidden_size": config["hidden_size"],
+            "engine": args.engine,
         },
         inputs={"responses": args.responses, "target": args.target / "manifest.json"},
         counts={
@@ -82,7 +105,7 @@ def main() -> None:
             "bytes": needed,
         },
         canary={"greedy_share": round(share, 4), "required": args.canary if greedy else None},
-        versions={"torch": torch.__version__},
+        versions=versions,
         files=artefacts.hashes(args.out),
     )
 

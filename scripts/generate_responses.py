@@ -1,14 +1,12 @@
-"""Let the target answer the prompts of one shard with an engine's offline API, token ids in and out.
+"""Let the target answer the prompts of one shard with an engine's offline API or a running server, token ids in and out.
 
     generate_responses.py --target results/target --pool results/prompts/pool.parquet --start 0 --count 160 \\
         --engine vllm --sampling '{"max_tokens": 160, "temperature": 0}' --out results/responses/shard-000000.parquet
 
-A killed job continues from OUT.partial. Runs in the engine's environment.
+A killed job continues from OUT.partial. Runs in the engine's environment; with --engine endpoint, in any.
 """
 
 import json
-import os
-import sys
 from pathlib import Path
 
 from breakeven import artefacts, chat, cli, engines, responses, tables, target
@@ -29,6 +27,9 @@ def main() -> None:
         "--greedy-first", action="store_true", help="the first response to each prompt is greedy, the others sampled"
     )
     parser.add_argument("--settings", default={}, type=json.loads, help="engine arguments as JSON")
+    parser.add_argument(
+        "--endpoint", default={}, type=json.loads, help="engine endpoint: base_url, key_variable, concurrency as JSON"
+    )
     parser.add_argument("--environment", default={}, type=json.loads, help="environment variables as JSON")
     parser.add_argument("--hardware", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--out", required=True, type=Path, help="Parquet file to write")
@@ -39,9 +40,7 @@ def main() -> None:
         )
 
     engine = engines.engine(args.engine)
-    environment = engine.environment(args.hardware) | args.environment
-    os.environ.update(environment)
-    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    engines.prepare(engine, args.hardware, args.environment)
     artefacts.verify_folder(args.target)
     pool = artefacts.read_table(args.pool, tables.PROMPTS)
     shard = responses.shard_of(pool, args.start, args.count, args.samples_per_prompt)
@@ -68,7 +67,7 @@ def main() -> None:
                 own["seed"] = responses.seed_of(seed, shard[i]["prompt_id"], sample)
             parameters.append(own)
         finished = engine.generate(
-            str(args.target), [prompt_ids[requests[n][0]] for n in missing], parameters, args.settings
+            str(args.target), [prompt_ids[requests[n][0]] for n in missing], parameters, args.settings | args.endpoint
         )
         responses.collect(finished, missing, partial, sampling["max_tokens"])
 

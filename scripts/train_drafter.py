@@ -15,6 +15,7 @@ import argparse
 import json
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -85,22 +86,31 @@ def train(args: argparse.Namespace, own: ranks.Ranks) -> None:
     maps = load_file(args.vocabulary)
     ids = torch.from_numpy(target_ids(maps["d2t"]))
     names = target_tensor_names(config)
+    if args.initialise_from != "target":
+        names = {short: names[short] for short in ("norm.weight", "lm_head.weight", "embed_tokens.weight")}
     loaded = target.load_tensors(args.target, list(names.values()))
     tensors = {short: loaded[name] for short, name in names.items()}
     if len(tensors["lm_head.weight"]) != config["vocab_size"]:
         raise cli.UserError(
             f"{args.target}: the head has {len(tensors['lm_head.weight'])} rows, vocab_size is {config['vocab_size']}"
         )
-    drafter = Drafter(DrafterConfig.from_target(config, len(ids), sequences.layers), tensors["embed_tokens.weight"])
-    if args.initialise_from == "target":
-        initialise_from_target(drafter, tensors, ids)
-    elif args.initialise_from != "scratch":
-        initialise_from_target(drafter, tensors, ids)
+    if args.initialise_from in ("target", "scratch"):
+        shape = DrafterConfig.from_target(config, len(ids), sequences.layers)
+        drafter = Drafter(shape, tensors["embed_tokens.weight"])
+        if args.initialise_from == "target":
+            initialise_from_target(drafter, tensors, ids)
+    else:
+        # The shape is the other drafter's: its attention, RoPE and norm flags are what its weights were trained with.
         start, start_ids = checkpoint.load(Path(args.initialise_from), args.target, "cpu")
-        try:
-            kept = initialise_from_drafter(drafter, ids, start, start_ids)
-        except ValueError as error:
-            raise cli.UserError(f"{args.initialise_from}: {error}") from None
+        if start.config.layers != sequences.layers:
+            raise cli.UserError(
+                f"{args.initialise_from}: trained on layers {start.config.layers}, the hidden states hold"
+                f" {sequences.layers}; set hidden_states.layers to the drafter's"
+            )
+        drafter = Drafter(replace(start.config, draft_vocab_size=len(ids)), tensors["embed_tokens.weight"])
+        with torch.no_grad():
+            drafter.lm_head.weight.copy_(tensors["lm_head.weight"][ids])
+        kept = initialise_from_drafter(drafter, ids, start, start_ids)
         cli.logger.info("head: %d of %d rows from %s, the others from the target", kept, len(ids), args.initialise_from)
     head = training.TargetHead(
         tensors["norm.weight"].to(args.device),
@@ -138,7 +148,7 @@ def train(args: argparse.Namespace, own: ranks.Ranks) -> None:
         folder / "manifest.json",
         "drafter",
         parameters=drafter.config.to_dict()
-        | {"initialise_from": args.initialise_from, "norm_before_residual": False, "norm_before_fc": False}
+        | {"initialise_from": args.initialise_from}
         | {"settings": vars(settings), "samples": args.samples},
         inputs=inputs,
         counts={

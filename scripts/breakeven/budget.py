@@ -72,6 +72,9 @@ def outputs(config: dict[str, Any]) -> dict[str, list[str]]:
     ]
     return {
         "fetch_target": ["target/manifest.json"],
+        "random_drafter": ["stepcost/drafter/manifest.json"]
+        if any(drafter.get("checkpoint") == "random" for drafter in config["drafters"].values())
+        else [],
         "fetch_drafter": [f"published/{name}/manifest.json" for name in configuration.fetched_drafters(config)],
         "curate_prompts": ["prompts/pool.parquet"] if trained else [],
         "select_prompts": ["prompts/selection.json"] if trained else [],
@@ -225,15 +228,20 @@ def _time(stage: Stage, config: dict[str, Any], found: Found, stated: dict[str, 
 
 
 def drafter_bytes(shape: dict[str, Any] | None, n_layers: int, draft_vocabulary: int) -> int | None:
-    """Bytes of an exported drafter (bf16): fc, one decoder layer of the Llama kind, norms, head and maps.
+    """Bytes of an exported drafter (bf16): fc, one decoder layer of the target's kind (Llama, MLA), norms, head and maps.
 
-    None for a target whose shape is unknown or whose family this project does not train (MLA).
+    None for a target whose shape is unknown.
     """
-    if shape is None or "kv_lora_rank" in shape:
+    if shape is None:
         return None
     h, heads = shape["hidden_size"], shape["num_attention_heads"]
     kv, dim = shape.get("num_key_value_heads") or heads, shape.get("head_dim") or h // heads
     attention = 2 * h * (heads + 2 * kv) * dim + heads * dim * h
+    if "kv_lora_rank" in shape:
+        q, c, nope, rope, v = (
+            shape[key] for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        )
+        attention = 2 * h * (q + c + rope) + q * heads * (nope + rope) + c * heads * (nope + v) + heads * v * h + q + c
     parameters = n_layers * h * h + attention + 3 * h * shape["intermediate_size"] + 4 * h + draft_vocabulary * h
     return 2 * parameters + 8 * draft_vocabulary + shape["vocab_size"]
 
@@ -353,7 +361,7 @@ def target_shape(source: dict[str, Any], results: Path, resources: Path) -> tupl
     if fetched.is_file():
         return conventions.text_config(artefacts.read_json(fetched)), "the shape of the fetched target"
     name = source.get("path") or source.get("repo") or source["package"].split("==")[0]
-    local = Path(name) / "config.json"
+    local = Path(source["config"]) if source["source"] == "random" else Path(name) / "config.json"
     if local.is_file():
         return conventions.text_config(artefacts.read_json(local)), f"the shape in {local}"
     if source["source"] == "path":

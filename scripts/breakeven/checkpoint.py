@@ -1,5 +1,6 @@
 """Drafter checkpoints: what vLLM and SGLang load, written and read back."""
 
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from breakeven import artefacts, target
 from breakeven.cli import UserError
 from breakeven.conventions import default_layers, export_ids, family
 from breakeven.drafter import Drafter, DrafterConfig
+from breakeven.mla import LatentShape
 from breakeven.vocabulary import target_ids
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output")
+# What an engine never takes from the target's config for a drafter that does not state it.
+OWN = ("head_dim", "rope_theta", "rope_scaling", "rope_parameters", *(field.name for field in fields(LatentShape)))
 
 
 def engine_config(drafter: DrafterConfig, target_config: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +50,16 @@ def engine_config(drafter: DrafterConfig, target_config: dict[str, Any]) -> dict
         "bos_token_id": target_config.get("bos_token_id"),
         "eos_token_id": target_config.get("eos_token_id"),
     }
-    config |= {flag: True for flag in FLAGS if getattr(drafter, flag)}
+    if drafter.mla:
+        # vLLM takes model_type deepseek_v3 for DeepSeek's own multi-token prediction and rewrites the architecture.
+        config |= {
+            "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "rope_interleave": True,
+        }
+        config |= asdict(drafter.mla)
+        del config["head_dim"]
+    config |= {flag: True for flag in (*FLAGS, "fc_norm") if getattr(drafter, flag)}
     return config | export_ids(drafter.layers, family(target_config), target_config["num_hidden_layers"])
 
 
@@ -75,25 +88,25 @@ def save(
 def read_config(folder: Path, target_folder: Path) -> DrafterConfig:
     """The drafter's shape from its config.json; layers from the manifest where there is one, else from the config.
 
-    Raises UserError where the checkpoint is no EAGLE-3 drafter of the Llama family.
+    Raises UserError where the checkpoint is no EAGLE-3 drafter with the attention of Llama or MLA.
     """
     config = artefacts.read_json(folder / "config.json")
     architecture = (config.get("architectures") or ["none"])[0]
-    if "Eagle3" not in architecture or "deepseek" in architecture.lower():
+    if "Eagle3" not in architecture:
         raise UserError(
-            f"{folder}: architecture {architecture} cannot be evaluated offline; LlamaForCausalLMEagle3 can"
-            " (arms of the benchmark can still serve it)"
+            f"{folder}: architecture {architecture} cannot be evaluated offline; LlamaForCausalLMEagle3 and"
+            " Eagle3DeepseekV2ForCausalLM can (arms of the benchmark can still serve it)"
         )
     target_config = target.text_config(target_folder)
-    shape = DrafterConfig.from_target(
-        target_config | config, config.get("draft_vocab_size") or config["vocab_size"], []
-    )
+    stated = {key: value for key, value in target_config.items() if key not in OWN} | config
+    shape = DrafterConfig.from_target(stated, config.get("draft_vocab_size") or config["vocab_size"], [])
     shape.layers = layers(folder, config, target_config["num_hidden_layers"])
     nested = config.get("eagle_config") or {}
-    # Read as vLLM reads them: norm_before_fc may stand in eagle_config, the other two stand at the top level only.
+    # Read as vLLM reads them: norm_before_fc may stand in eagle_config, the others stand at the top level only.
     shape.norm_before_fc = bool(nested.get("norm_before_fc", config.get("norm_before_fc", False)))
     shape.norm_before_residual = bool(config.get("norm_before_residual", False))
     shape.norm_output = bool(config.get("norm_output", False))
+    shape.fc_norm = bool(config.get("fc_norm", False))
     return shape
 
 

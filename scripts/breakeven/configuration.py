@@ -9,6 +9,9 @@ from breakeven import engines
 from breakeven.cli import UserError
 from breakeven.engines import method
 
+# Names in the place of an engine that need no environment of an engine.
+NOT_STARTED_HERE = {"transformers", "endpoint"}
+
 
 def as_json(value: Any) -> str:
     """One-line JSON with sorted keys, so that equal settings give equal parameters."""
@@ -114,12 +117,21 @@ def _check_arms(config: dict[str, Any]) -> None:
 
 def _check_sizes(config: dict[str, Any]) -> None:
     prompts, responses = config["prompts"], config["responses"]
-    for section in ("settings", "environment"):
-        if responses["engine"] not in responses[section]:
-            raise UserError(
-                f"config, responses.{section}: the engine {responses['engine']!r} has none there; add it"
-                f" beside {', '.join(responses[section])}"
-            )
+    if responses["engine"] == "endpoint" and not responses.get("endpoint"):
+        raise UserError("config, responses.endpoint: engine endpoint needs the server's address there, as base_url")
+    used = {responses["engine"], config["hidden_states"]["engine"], *parity_engines(config)} - NOT_STARTED_HERE
+    for engine in sorted(used):
+        for section in ("settings", "environment"):
+            if engine not in responses[section]:
+                raise UserError(
+                    f"config, responses.{section}: the engine {engine!r} has none there; add it"
+                    f" beside {', '.join(responses[section])}"
+                )
+    if (config["hidden_states"]["mode"], config["hidden_states"]["engine"]) == ("online", "vllm"):
+        raise UserError(
+            "config, hidden_states.engine: with mode online the target runs inside training, by transformers; set engine to"
+            " transformers, or mode to stored"
+        )
     if prompts["size"] % prompts["shard_size"]:
         raise UserError(
             f"config, prompts.size: {prompts['size']} is no multiple of prompts.shard_size ({prompts['shard_size']});"
@@ -213,9 +225,11 @@ def fetched_drafters(config: dict[str, Any]) -> list[str]:
 
 
 def checkpoint_folder(config: dict[str, Any], drafter: str) -> str:
-    """Where a drafter's checkpoint lies: trained, fetched, or given."""
+    """Where a drafter's checkpoint lies: trained, fetched, random, or given."""
     if drafter in fetched_drafters(config):
         return f"results/published/{drafter}/checkpoint"
+    if config["drafters"][drafter].get("checkpoint") == "random":
+        return "results/stepcost/drafter"
     return config["drafters"][drafter].get("checkpoint", f"results/drafters/{drafter}/checkpoint")
 
 
@@ -237,8 +251,8 @@ def checkpoint_files(config: dict[str, Any], drafter: str) -> list[str]:
     if drafter in fetched_drafters(config):
         return [f"results/published/{drafter}/manifest.json"]
     folder = config["drafters"][drafter].get("checkpoint")
-    if folder is None:
-        return [f"results/drafters/{drafter}/checkpoint/manifest.json"]
+    if folder in (None, "random"):
+        return [f"{checkpoint_folder(config, drafter)}/manifest.json"]
     files = [Path(folder) / "config.json", *sorted(Path(folder).glob("*.safetensors"))]
     if not files[0].is_file() or len(files) < 2:
         raise UserError(
@@ -248,9 +262,11 @@ def checkpoint_files(config: dict[str, Any], drafter: str) -> list[str]:
 
 
 def engines_used(config: dict[str, Any]) -> list[str]:
-    """Engines that an arm runs on or that generate the responses of a trained drafter; only these need environments."""
+    """Engines that an arm runs on or that make the data of a trained drafter; only these need environments."""
     used = {arm["engine"] for arm in config["arms"].values()}
-    return sorted(used | ({config["responses"]["engine"]} if trained_drafters(config) else set()))
+    if trained_drafters(config):
+        used |= {config["responses"]["engine"], config["hidden_states"]["engine"]} - NOT_STARTED_HERE
+    return sorted(used)
 
 
 def check_options(config: dict[str, Any], name: str) -> list[str]:
@@ -271,16 +287,25 @@ def check_options(config: dict[str, Any], name: str) -> list[str]:
 
 
 def gpus(config: dict[str, Any], rule: str, entry: dict[str, Any] | None = None) -> int:
-    """GPUs that a job takes, none on a CPU; `entry`: the arm that is measured, or the drafter that is trained.
+    """GPUs that a job takes, none on a CPU; `entry`: the arm that is measured, the drafter that is
+    trained, or the engine that is checked.
 
     As many as an engine spreads the target over or a drafter is trained on, else one.
     """
     if config["hardware"] != "cuda":
         return 0
-    if rule == "generate_responses":
-        settings = config["responses"]["settings"][config["responses"]["engine"]]["cuda"]
-    elif rule == "train_drafter":
+    engine = {
+        "generate_responses": config["responses"]["engine"],
+        "extract_hidden_states": config["hidden_states"]["engine"],
+    }
+    if engine.get(rule) == "endpoint":
+        return 0
+    if rule == "train_drafter":
         return (entry or {}).get("gpus", 1)
+    if engine.get(rule, "transformers") != "transformers":
+        settings = config["responses"]["settings"][engine[rule]]["cuda"]
+    elif rule == "check_parity":
+        settings = config["responses"]["settings"][entry["engine"]]["cuda"]
     elif entry is not None:
         settings = config["engines"][entry["engine"]]["flags"]["cuda"] | entry.get("flags", {})
     else:
@@ -298,6 +323,16 @@ def replayed_arms(config: dict[str, Any]) -> list[str]:
         for name, arm in config["arms"].items()
         if method(arm) == "eagle3" and arm.get("options", {}).get("topk", 1) == 1
     ]
+
+
+def parity_engines(config: dict[str, Any]) -> list[str]:
+    """Engines whose captured hidden states are compared before a drafter is trained: those that serve a trained one."""
+    if not config["hidden_states"].get("check_parity"):
+        return []
+    trained = trained_drafters(config)
+    return sorted(
+        {arm["engine"] for arm in config["arms"].values() if method(arm) == "eagle3" and arm["drafter"] in trained}
+    )
 
 
 def most_passes(config: dict[str, Any], protocol: str) -> int:

@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter for Llama-like targets, in one file.
+"""The EAGLE-3 drafter, in one file but for multi-head latent attention, which is in mla.py.
 
 Notation, used in every docstring here: T positions of one or more sequences, packed one behind the other; R rows that
 draft; H hidden size, V target vocabulary, D draft vocabulary, A number of target layers whose hidden states are features
@@ -21,6 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from breakeven import mla
+from breakeven.mla import LatentAttention, LatentShape
+from breakeven.norm import RMSNorm
 from breakeven.target import rope
 
 # cuDNN's attention plans anew for every shape, and batches differ: 55 ms a call where the kernel takes 0.1 (H200).
@@ -37,7 +40,7 @@ class DrafterConfig:
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
-    head_dim: int
+    head_dim: int  # of MLA: the part that is rotated
     vocab_size: int
     draft_vocab_size: int
     layers: list[int]  # physical: the input of decoder layer k of the target
@@ -46,22 +49,26 @@ class DrafterConfig:
     rope_scaling: dict[str, Any] | None
     max_position_embeddings: int
     hidden_act: str = "silu"
+    mla: LatentShape | None = None  # None: grouped-query attention
     # Variants that published drafters use and `load` honours; those trained here have none (docs/design.md, section 5).
     norm_before_residual: bool = False  # the residual is the normed features
     norm_before_fc: bool = False  # one norm over all target hidden states before fc
     norm_output: bool = False  # the next step's features are the layer's output after the final norm
+    fc_norm: bool = False  # each target hidden state has a norm of its own before fc ("EAGLE-3.1")
 
     @classmethod
     def from_target(cls, config: dict[str, Any], draft_vocab_size: int, layers: list[int]) -> "DrafterConfig":
         """The drafter's shape from the target's config.json (its text_config for multi-modal targets)."""
         heads = config["num_attention_heads"]
         theta, scaling = rope(config)
+        latent = LatentShape.of(config)
+        head_dim = latent.qk_rope_head_dim if latent else config.get("head_dim") or config["hidden_size"] // heads
         return cls(
             hidden_size=config["hidden_size"],
             intermediate_size=config["intermediate_size"],
             num_attention_heads=heads,
-            num_key_value_heads=config.get("num_key_value_heads", heads),
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            num_key_value_heads=heads if latent else config.get("num_key_value_heads", heads),
+            head_dim=head_dim,
             vocab_size=config["vocab_size"],
             draft_vocab_size=draft_vocab_size,
             layers=list(layers),
@@ -70,22 +77,11 @@ class DrafterConfig:
             rope_scaling=scaling,
             max_position_embeddings=config["max_position_embeddings"],
             hidden_act=config.get("hidden_act", "silu"),
+            mla=latent,
         )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm in float32, as the targets' own."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
 
 
 class Rotary(nn.Module):
@@ -94,6 +90,7 @@ class Rotary(nn.Module):
     def __init__(self, config: DrafterConfig):
         super().__init__()
         frequencies, self.attention_scaling = inverse_frequencies(config)
+        self.score_scaling = score_scaling(config.rope_scaling)
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -125,6 +122,12 @@ def inverse_frequencies(config: DrafterConfig) -> tuple[Tensor, float]:
     return ROPE_INIT_FUNCTIONS[kind](llama, "cpu")
 
 
+def score_scaling(scaling: dict[str, Any] | None) -> float:
+    """What MLA's scores are multiplied by under yarn, beside head_dim**-0.5: mscale squared (DeepSeek-V2/V3)."""
+    mscale, factor = (scaling or {}).get("mscale_all_dim", 0), (scaling or {}).get("factor", 1)
+    return (0.1 * mscale * math.log(factor) + 1) ** 2 if mscale and factor > 1 else 1.0
+
+
 class Attention(nn.Module):
     """Grouped-query attention whose queries, keys and values read [embedding, features], 2H wide."""
 
@@ -149,6 +152,14 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
         return rotary(q, positions), rotary(k, positions), v
 
+    def initialise(self, target: dict[str, Tensor]) -> None:
+        """Start as the target's own attention, the embedding half of q, k and v small."""
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weight, source = getattr(self, name).weight, target[f"self_attn.{name}.weight"]
+            weight[:, : source.shape[1]].normal_(std=0.02)
+            weight[:, source.shape[1] :] = source
+        self.o_proj.weight.copy_(target["self_attn.o_proj.weight"])
+
 
 class MLP(nn.Module):
     def __init__(self, config: DrafterConfig):
@@ -170,7 +181,11 @@ class Layer(nn.Module):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = (
+            LatentAttention(config.mla, config.hidden_size, config.num_attention_heads, config.rms_norm_eps)
+            if config.mla
+            else Attention(config)
+        )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
@@ -201,6 +216,7 @@ class Context:
     """The keys and values that a chain of draft steps attends, one entry a step.
 
     keys[0], values[0]: [B, kv_heads, T, head_dim] of all T positions; keys[t], values[t] for t >= 1: of R rows only.
+    Values of MLA are v_head_dim wide.
     """
 
     keys: list[Tensor]
@@ -218,6 +234,8 @@ class Drafter(nn.Module):
         self.config = config
         width = len(config.layers) * config.hidden_size
         self.input_norm = RMSNorm(width, config.rms_norm_eps) if config.norm_before_fc else nn.Identity()
+        norms = [RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in config.layers] if config.fc_norm else []
+        self.fc_norm = nn.ModuleList(norms)
         self.fc = nn.Linear(width, config.hidden_size, bias=False)
         self.midlayer = Layer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -231,7 +249,10 @@ class Drafter(nn.Module):
 
     def fuse(self, features: Tensor) -> Tensor:
         """Target hidden states [B, T, A, H] -> fused features [B, T, H]."""
-        return self.fc(self.input_norm(features.flatten(-2).to(self.dtype)))
+        features = features.to(self.dtype)
+        if self.config.fc_norm:
+            features = torch.stack([norm(f) for norm, f in zip(self.fc_norm, features.unbind(-2), strict=True)], -2)
+        return self.fc(self.input_norm(features.flatten(-2)))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -293,7 +314,7 @@ def chain_mask(rows: Tensor, width: int, steps: int) -> Tensor:
 
 
 def attend_by_sequence(q: Tensor, context: Context, rows: Rows) -> Tensor:
-    """Attention of queries [B, heads, R, head_dim] with a dense mask for each sequence; same shape as q."""
+    """Attention of queries [B, heads, R, head_dim] with a dense mask for each sequence; as wide as the values."""
     outputs = []
     for start, end, first, last in rows.spans:
         if first == last:
@@ -327,10 +348,10 @@ def attend_by_blocks(q: Tensor, context: Context, rows: Rows) -> Tensor:
     query = q.float().view(grouped)
     scores = [(query * k.float()[:, :, None]).sum(-1) * width**-0.5 for k in keys[1:]]
     weights = torch.stack([extra.lse.float().view(grouped[:-1]), *scores]).softmax(dim=0)
-    merged = weights[0][..., None] * attended.float().view(grouped)
+    merged = weights[0][..., None] * attended.float().unflatten(1, (grouped[1], -1))
     for weight, v in zip(weights[1:], values[1:], strict=True):
         merged = merged + weight[..., None] * v.float()[:, :, None]
-    return merged.view(q.shape).to(q.dtype)
+    return merged.view(attended.shape).to(q.dtype)
 
 
 @functools.cache
@@ -366,20 +387,20 @@ def initialise_from_target(drafter: Drafter, target: dict[str, Tensor], target_i
 
     `target` maps short names (see `target_tensor_names`) to tensors; `target_ids` [D] int64 are the target ids of the
     draft vocabulary. fc starts as a copy of the highest layer's features, so that the layer sees at first nearly what
-    it saw in the target; the embedding half of q, k and v starts small.
+    it saw in the target; the embedding half of the attention's input starts small.
+    The MLP may be narrower in the target (the shared expert of a mixture): it fills the first of the drafter's inner
+    dimensions, and the others, whose routed experts have no one counterpart, start with no effect on the output.
     """
     config, layer = drafter.config, drafter.midlayer
     hidden = config.hidden_size
     with torch.no_grad():
         drafter.fc.weight.normal_(std=0.02 / math.sqrt(len(config.layers)))
         drafter.fc.weight[:, -hidden:] += torch.eye(hidden)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            weight = getattr(layer.self_attn, name).weight
-            weight[:, :hidden].normal_(std=0.02)
-            weight[:, hidden:] = target[f"self_attn.{name}.weight"].float()
-        layer.self_attn.o_proj.weight.copy_(target["self_attn.o_proj.weight"])
+        layer.self_attn.initialise(target)
+        layer.mlp.down_proj.weight.zero_()
         for name in ("gate_proj", "up_proj", "down_proj"):
-            getattr(layer.mlp, name).weight.copy_(target[f"mlp.{name}.weight"])
+            source = target[f"mlp.{name}.weight"]
+            getattr(layer.mlp, name).weight[: source.shape[0], : source.shape[1]] = source
         layer.input_layernorm.weight.fill_(1.0)
         layer.hidden_norm.weight.copy_(target["input_layernorm.weight"])
         layer.post_attention_layernorm.weight.copy_(target["post_attention_layernorm.weight"])
@@ -412,26 +433,27 @@ def initialise_from_drafter(drafter: Drafter, ids: Tensor, other: Drafter, other
     return int(known.sum())
 
 
-LAYER_TENSORS = (
-    "self_attn.q_proj.weight",
-    "self_attn.k_proj.weight",
-    "self_attn.v_proj.weight",
-    "self_attn.o_proj.weight",
-    "mlp.gate_proj.weight",
-    "mlp.up_proj.weight",
-    "mlp.down_proj.weight",
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
+ATTENTION = tuple(f"self_attn.{name}_proj.weight" for name in "qkvo")
+OTHERS = (
+    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    *(f"{name}_layernorm.weight" for name in ("input", "post_attention")),
 )
 
 
-def target_tensor_names(config: dict[str, Any], prefix: str = "model.") -> dict[str, str]:
-    """Short name -> name in a Llama-like target's checkpoint, for initialise_from_target and the embeddings."""
+def target_tensor_names(config: dict[str, Any]) -> dict[str, str]:
+    """Short name -> name in the target's checkpoint, for initialise_from_target and the embeddings.
+
+    Targets with the names of Llama, and those of DeepSeek-V2/V3 and Kimi-K2, whose last layer is a mixture of experts:
+    its shared expert stands for the MLP.
+    """
     last = config["num_hidden_layers"] - 1
-    head = f"{prefix}embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"
-    names = {name: f"{prefix}layers.{last}.{name}" for name in LAYER_TENSORS}
+    layer = f"model.layers.{last}."
+    names = {name: layer + name for name in (*(mla.TENSORS if config.get("kv_lora_rank") else ATTENTION), *OTHERS)}
+    if config.get("n_routed_experts") and last >= config.get("first_k_dense_replace", 0):
+        names = {short: name.replace(".mlp.", ".mlp.shared_experts.") for short, name in names.items()}
+    head = "model.embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"
     return names | {
-        "norm.weight": f"{prefix}norm.weight",
+        "norm.weight": "model.norm.weight",
         "lm_head.weight": head,
-        "embed_tokens.weight": f"{prefix}embed_tokens.weight",
+        "embed_tokens.weight": "model.embed_tokens.weight",
     }

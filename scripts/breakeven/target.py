@@ -53,21 +53,48 @@ def special_token_ids(folder: Path | str) -> list[int]:
 
 
 def load_tensors(folder: Path | str, names: list[str]) -> dict[str, Any]:
-    """Read single tensors (torch) from a possibly sharded safetensors checkpoint; a missing one is a UserError."""
+    """Read single tensors (torch) from a possibly sharded safetensors checkpoint; a missing or packed one is a UserError.
+
+    Names are those of the language model alone; multi-modal checkpoints (Kimi-K2.5) write `language_model.` before them.
+    """
     from safetensors import safe_open
 
     where = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            where.update(dict.fromkeys(file.keys(), path))
+            where.update({name.removeprefix("language_model."): (path, name) for name in file.keys()})  # noqa: SIM118
     tensors = {}
     for name in names:
         if name not in where:
             raise UserError(f"{folder}: the checkpoint has no tensor {name}")
-        artefacts.verify(where[name])
-        with safe_open(where[name], "pt") as file:
-            tensors[name] = file.get_tensor(name)
+        path, stored = where[name]
+        artefacts.verify(path)
+        with safe_open(path, "pt") as file:
+            tensors[name] = file.get_tensor(stored)
+        if tensors[name].dtype.itemsize == 1:
+            raise UserError(
+                f"{folder}: {stored} is stored as {tensors[name].dtype}, quantized; take a checkpoint where it is bfloat16,"
+                " or initialise_from: scratch or a published drafter, which needs the target's head and embeddings alone"
+            )
     return tensors
+
+
+def load_norm_and_head(folder: Path | str) -> tuple[Any, Any]:
+    """The final norm's weight [H] and the output head's [V, H] (the embeddings where they are tied), whatever the prefix."""
+    from safetensors import safe_open
+
+    names = []
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            names += file.keys()
+    chosen = []
+    for endings in (("model.norm.weight",), ("lm_head.weight", "embed_tokens.weight")):
+        found = [name for ending in endings for name in names if name.endswith(ending)]
+        if not found:
+            raise UserError(f"{folder}: the checkpoint has no tensor named ...{endings[0]}")
+        chosen.append(found[0])
+    tensors = load_tensors(folder, chosen)
+    return tensors[chosen[0]], tensors[chosen[1]]
 
 
 def load_model(folder: Path | str, device: str, dtype: str = "bfloat16"):

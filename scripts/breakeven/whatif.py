@@ -121,8 +121,8 @@ def hypotheses(drafter: Drafter, ids: Tensor, capture: Capture) -> Iterator[Hypo
     head = nn.Linear(config.hidden_size, len(ids), bias=False, device="meta")
     head.weight = nn.Parameter(capture.model.lm_head.weight[: len(ids)].to(drafter.dtype), requires_grad=False)
     no_fc = {"fc": nn.Identity(), "input_norm": nn.Identity()}
-    yield Hypothesis("fc-skipped", variant(drafter, no_fc | {"lm_head": head}), draft_ids, final)
-    yield Hypothesis("fc-skipped-own-head", variant(drafter, no_fc), ids, final)
+    yield Hypothesis("fc-skipped", variant(drafter, no_fc | {"lm_head": head}, fc_norm=False), draft_ids, final)
+    yield Hypothesis("fc-skipped-own-head", variant(drafter, no_fc, fc_norm=False), ids, final)
     if not torch.equal(ids, draft_ids):
         yield Hypothesis("d2t-zero", drafter, draft_ids, built)
     yield Hypothesis("d2t-absolute", drafter, (draft_ids + ids).clamp(max=config.vocab_size - 1), built)

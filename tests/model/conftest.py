@@ -1,4 +1,4 @@
-"""A tiny random Llama target and hidden states of its own greedy responses, made once."""
+"""Tiny random targets and hidden states of the Llama's own greedy responses, made once."""
 
 import pytest
 
@@ -8,6 +8,11 @@ import tinymodels
 @pytest.fixture(scope="session")
 def target_folder(tmp_path_factory):
     return tinymodels.write_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def mla_target(tmp_path_factory):
+    return tinymodels.write_mla_target(tmp_path_factory.mktemp("mla-target"))
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,11 @@ import tinymodels
 from breakeven import target, training
 from breakeven.drafter import Drafter, DrafterConfig
 from breakeven.hidden_states import Capture, Chosen, Responses, encode
+from breakeven.mla import LatentShape
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 CONFIG = DrafterConfig(128, 256, 6, 2, 32, 500, 300, [1, 2, 3], 1e-6, 1e4, None, 2048)
+LATENT = dataclasses.replace(CONFIG, mla=LatentShape(48, 40, 64, 32, 64))  # keys 96 wide, values 64
 SETTINGS = training.Settings(ttt_steps=4, epochs=2, batch_tokens=1024, learning_rate=3e-3)
 
 
@@ -56,9 +58,9 @@ class Random(Chosen):
         return [i for i, flag in enumerate(self.held_out) if not flag]
 
 
-def parts(device):
+def parts(device, config=CONFIG):
     torch.manual_seed(0)
-    drafter = Drafter(CONFIG, torch.randn(500, 128)).to(device)
+    drafter = Drafter(config, torch.randn(500, 128)).to(device)
     inside = torch.zeros(500, dtype=torch.bool)
     inside[:300] = True
     head = training.TargetHead(torch.rand(128), torch.randn(300, 128), inside, 1e-6)
@@ -66,16 +68,20 @@ def parts(device):
     return drafter, training.TargetHead(*moved, 1e-6)
 
 
-def loss_of(device, sequences, chosen, shape=None, unrolled=training.unroll):
-    drafter, head = parts(device)
+def loss_of(device, sequences, chosen, shape=None, unrolled=training.unroll, config=CONFIG):
+    drafter, head = parts(device, config)
     batch = training.decoded(training.collate(sequences, chosen, 4, shape).to(device))
     loss, right, counted = training.chain_loss(drafter, head, batch, SETTINGS, unrolled)
     return loss, right, counted, torch.autograd.grad(loss, list(drafter.parameters()))
 
 
-@pytest.mark.parametrize("codec", ["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    "config, codec",
+    [(CONFIG, "bfloat16"), (CONFIG, "int8"), (LATENT, "bfloat16")],
+    ids=["bfloat16", "int8", "MLA"],
+)
 @pytest.mark.parametrize("way", ["by sequence", "blocks", "blocks, compiled", "blocks, exactly full"])
-def test_loss_and_gradients_are_those_of_the_cpu(way, codec):
+def test_loss_and_gradients_are_those_of_the_cpu(way, config, codec):
     sequences, chosen = Random(codec=codec), [1, 2, 3, 4]
     total = sum(sequences.length(i) for i in chosen)
     if way == "blocks, exactly full":  # cut the last sequence, so that no position is left for padding
@@ -83,11 +89,10 @@ def test_loss_and_gradients_are_those_of_the_cpu(way, codec):
         last = sequences.sequences[4]
         sequences.sequences[4] = {name: x[: len(x) - spare] for name, x in last.items()}
         total -= spare
-    expected = loss_of("cpu", sequences, chosen)
+    expected = loss_of("cpu", sequences, chosen, config=config)
     shape = None if way == "by sequence" else (training.rounded(total), training.rounded(len(chosen) * 200))
-    found = loss_of(
-        "cuda", sequences, chosen, shape, torch.compile(training.unroll) if "compiled" in way else training.unroll
-    )
+    unrolled = torch.compile(training.unroll) if "compiled" in way else training.unroll
+    found = loss_of("cuda", sequences, chosen, shape, unrolled, config)
     torch.testing.assert_close(found[0].cpu(), expected[0], rtol=1e-4, atol=1e-4)
     assert found[1].tolist() == expected[1].tolist() and found[2].tolist() == expected[2].tolist()
     for mine, reference in zip(found[3], expected[3], strict=True):

@@ -77,9 +77,10 @@ def test_a_gap_in_the_mask_starts_no_chain_and_ends_none():
     assert sorted(pairs) == [(0, 0, 1), (0, 3, 4), (0, 4, 5), (1, 3, 5), (3, 0, 4)]
 
 
-@pytest.mark.parametrize("length", [384, 512])
-def test_a_padded_batch_with_attention_by_blocks_has_the_same_loss(target_folder, monkeypatch, length):
+@pytest.mark.parametrize("kind, length", [("target_folder", 384), ("target_folder", 512), ("mla_target", 384)])
+def test_a_padded_batch_with_attention_by_blocks_has_the_same_loss(kind, request, monkeypatch, length):
     """What runs on CUDA, with flex attention's dense reference in place of its kernels. Backward: test_cuda.py."""
+    target_folder = request.getfixturevalue(kind)
     monkeypatch.setattr(drafter_module, "compiled_flex_attention", lambda: flex_attention)
     torch.manual_seed(0)
     drafter, head = tinymodels.make_drafter(target_folder, IDS), head_of(target_folder)

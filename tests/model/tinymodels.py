@@ -1,17 +1,19 @@
-"""Tiny random models for tests: a Llama target of six layers, shards of its greedy responses, drafters."""
+"""Tiny random models for tests: targets of six layers (Llama, DeepSeek-V3), shards of their greedy responses, drafters."""
 
 import random
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from breakeven import artefacts, hidden_states, tables, target
 from breakeven.drafter import Drafter, DrafterConfig, initialise_from_target, target_tensor_names
 
 VOCABULARY = 120
 DISTINCT = [1, 3, 5]
+YARN = {"rope_theta": 5000.0, "rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0}
+YARN |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 64}
 
 
 def write_target(folder: Path, **changes) -> Path:
@@ -36,6 +38,42 @@ def write_target(folder: Path, **changes) -> Path:
         | changes
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    artefacts.write_manifest(folder / "manifest.json", "target", parameters={"chat_template_kwargs": {}})
+    return folder
+
+
+def write_mla_target(folder: Path, **changes) -> Path:
+    """A random DeepSeek-V3: MLA with yarn, one dense layer, five mixtures of four experts and a shared one."""
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        **{
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "moe_intermediate_size": 16,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 20,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "num_nextn_predict_layers": 0,
+            "max_position_embeddings": 512,
+            "eos_token_id": 2,
+            "bos_token_id": 1,
+            "rope_parameters": dict(YARN),
+            "initializer_range": 0.3,
+        }
+        | changes
+    )
+    DeepseekV3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     artefacts.write_manifest(folder / "manifest.json", "target", parameters={"chat_template_kwargs": {}})
     return folder
 
@@ -97,3 +135,9 @@ def make_drafter(folder: Path, ids: torch.Tensor, layers=tuple(DISTINCT), seed: 
     drafter = Drafter(DrafterConfig.from_target(config, len(ids), list(layers)), tensors["embed_tokens.weight"])
     initialise_from_target(drafter, tensors, ids)
     return drafter
+
+
+def random_drafter(shape: DrafterConfig, seed: int = 0) -> Drafter:
+    """A drafter with random weights and embeddings."""
+    torch.manual_seed(seed)
+    return Drafter(shape, torch.randn(shape.vocab_size, shape.hidden_size))

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # A Slurm of one node on this machine, from Debian's packages; run it as root, more than once does no harm:
 #     apt-get install slurmctld slurmd munge
-#     bash tests/slurm/slurm-up.sh && python -m pytest -m slurm tests/slurm
-# GPUS=2 gives the node two GPUs that are empty files: enough for scheduling, not for computing.
+#     bash tests/slurm/slurm-up.sh
+# The node's GPUs, two or as many as GPUS says, are empty files: enough for scheduling, not for computing.
 set -euo pipefail
-GPUS=${GPUS:-0}
+GPUS=${GPUS:-2}
 
 for command in slurmctld slurmd munged sinfo; do
     command -v "$command" > /dev/null || {
@@ -13,8 +13,8 @@ for command in slurmctld slurmd munged sinfo; do
     }
 done
 host=$(hostname -s)
-# Some memory is left to what runs beside Slurm.
-memory=$(($(slurmd -C | grep -o 'RealMemory=[0-9]*' | cut -d= -f2) - 500))
+# What the rules ask for on a third attempt (rules/*.smk), sized for real models; the small experiment needs a fraction of it.
+memory=128000
 gres_types="" gres="" gpu_lines=""
 if [ "$GPUS" -gt 0 ]; then
     gres_types="GresTypes=gpu"
@@ -49,8 +49,9 @@ SelectTypeParameters=CR_Core_Memory
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
-MinJobAge=300
+MinJobAge=3600
 $gres_types
+SlurmdParameters=config_overrides
 DefMemPerCPU=1000
 NodeName=$host NodeAddr=127.0.0.1 CPUs=$(nproc) RealMemory=$memory $gres State=UNKNOWN
 PartitionName=test Nodes=$host Default=YES MaxTime=INFINITE State=UP

@@ -105,7 +105,7 @@ def good_drafter(folder: Path, family: str, theta: float = 50000.0, **tensor_opt
     mla = family in ("deepseek", "kimi")
     config = {
         "architectures": ["Eagle3DeepseekV2ForCausalLM" if mla else "LlamaForCausalLMEagle3"],
-        "model_type": "deepseek_v3" if mla else "llama", "hidden_size": HIDDEN, "intermediate_size": INNER,
+        "model_type": "deepseek_v2" if mla else "llama", "hidden_size": HIDDEN, "intermediate_size": INNER,
         "num_attention_heads": HEADS, "num_key_value_heads": KV, "head_dim": HEAD_DIM, "num_hidden_layers": 1,
         "vocab_size": VOCAB, "draft_vocab_size": tensor_options.get("draft_vocab", DRAFT_VOCAB),
         "max_position_embeddings": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-5,

@@ -12,6 +12,8 @@ from breakeven.cli import UserError
 
 ROOT = Path(__file__).parents[2]
 KIMI = {"hidden_size": 7168, "num_hidden_layers": 61, "vocab_size": 163840, "kv_lora_rank": 512}
+KIMI |= {"q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+KIMI |= {"intermediate_size": 18432, "num_attention_heads": 64}
 
 
 pytestmark = pytest.mark.usefixtures("in_the_root")
@@ -114,7 +116,12 @@ def test_a_drafter_has_the_size_of_a_real_export(config):
     """The default drafter's model.safetensors holds 19,732,408 bytes, its header included."""
     shape = json.loads((ROOT / "resources/targets/smollm2-135m.json").read_text())["config"]
     assert budget.drafter_bytes(shape, 3, 8192) == pytest.approx(19_732_408, abs=2000)
-    assert budget.drafter_bytes(KIMI, 3, 32_000) is None
+    assert budget.drafter_bytes(None, 3, 32_000) is None
+    h, heads, q, kv = 7168, 64, 1536, 512  # MLA: q_a and kv_a read 2H
+    weights = [3 * h * h, 2 * h * q, q * heads * 192, 2 * h * (kv + 64), kv * heads * 256, heads * 128 * h]
+    weights += [3 * h * 18432, 32_000 * h]
+    maps = 8 * 32_000 + 163840
+    assert budget.drafter_bytes(KIMI, 3, 32_000) == pytest.approx(2 * sum(weights) + maps, rel=1e-4)
 
 
 def test_what_does_not_fit_is_refused_with_numbers_and_levers(config):

@@ -81,6 +81,14 @@ def test_overlays_are_right(config, overlay):
         ("budget", {"load_minute": 25}, "config, budget: unknown key 'load_minute'; did you mean 'load_minutes'?"),
         ("drafters.own", {"vocabulary_size": 10}, "config, drafters.own: the key 'initialise_from' is missing"),
         ("hidden_states.layers", "last", "hidden_states.layers"),
+        ("hidden_states.engine", "sglang", "hidden_states.engine: 'sglang' is not one of ['transformers', 'vllm']"),
+        ("responses.engine", "endpoint", "responses.endpoint: engine endpoint needs the server's address"),
+        (
+            "responses.endpoint",
+            {"base_url": "localhost:1"},
+            "responses.endpoint.base_url: 'localhost:1' does not match",
+        ),
+        ("responses.endpoint", {"base_url": "http://me:key@host/v1"}, "responses.endpoint.base_url"),
         ("protocols.quick.prompts", "nothing.jsonl", "protocols.quick.prompts: nothing.jsonl is no file"),
         (
             "prompts.sources",
@@ -294,3 +302,28 @@ def test_an_ngram_arm_of_sglang_is_refused_in_a_path_with_a_space(config, tmp_pa
                 configuration.check(config, SCHEMA)
         else:
             configuration.check(config, SCHEMA)
+
+
+def test_extraction_by_an_engine_needs_its_environment_and_gpus(config):
+    config["arms"] = {"sglang-own": {"engine": "sglang", "protocol": "quick", "drafter": "own", "k": 3}}
+    config["responses"] |= {"engine": "endpoint", "endpoint": {"base_url": "http://127.0.0.1:8000/v1"}}
+    configuration.check(config, SCHEMA)
+    assert configuration.engines_used(config) == ["sglang"]
+    config["hidden_states"] |= {"engine": "vllm", "check_parity": True}
+    configuration.check(config, SCHEMA)
+    assert configuration.engines_used(config) == ["sglang", "vllm"]
+    assert configuration.parity_engines(config) == ["sglang"]
+    config["hardware"] = "cuda"
+    config["responses"]["settings"]["vllm"]["cuda"]["tensor_parallel_size"] = 8
+    assert configuration.gpus(config, "extract_hidden_states") == 8
+    assert configuration.gpus(config, "generate_responses") == 0
+    assert configuration.gpus(config, "check_parity", {"engine": "sglang"}) == 1
+    del config["responses"]["settings"]["sglang"]
+    with pytest.raises(UserError, match="responses.settings: the engine 'sglang' has none there"):
+        configuration.check(config, SCHEMA)
+
+
+def test_online_training_runs_the_target_in_transformers(config):
+    config["hidden_states"] |= {"engine": "vllm", "mode": "online"}
+    with pytest.raises(UserError, match="with mode online the target runs inside training, by transformers"):
+        configuration.check(config, SCHEMA)

@@ -439,6 +439,47 @@ def test_mla_drafter_without_q_lora_rank(tmp_path):
         assert found(drafter, target, engine, version)["mla-q-lora"] == "ERROR"
 
 
+@pytest.mark.parametrize(("engine", "version"), NEWEST)
+def test_mla_sizes_that_contradict_the_tensors(tmp_path, engine, version):
+    q_a = "midlayer.self_attn.q_a_proj.weight"
+    drafter, target = factory.good(tmp_path, "kimi")
+    factory.edit_tensors(drafter, lambda t: t.update({q_a: t[q_a][:, :32]}))
+    (finding,) = preflight.examine(case_of(drafter, target, engine, version))
+    assert finding.id == "head-shape" and "is [12, 32]" in finding.message and "reads hidden_size" in finding.message
+    drafter, target = factory.good(tmp_path / "rank", "kimi")
+    factory.edit_config(drafter, kv_lora_rank=11)
+    report = preflight.examine(case_of(drafter, target, engine, version))
+    assert {f.id for f in report} == {"head-shape"} and all("kv_lora_rank 11" in f.message for f in report)
+    assert sorted(f.message.split(" is ")[0].split(".")[-2] for f in report) == [
+        "kv_a_layernorm", "kv_a_proj_with_mqa", "kv_b_proj",
+    ]  # fmt: skip
+
+
+def test_mla_rotation_is_interleaved_in_vllm_whatever_the_config_says(tmp_path):
+    drafter, target = factory.good(tmp_path, "kimi")
+    factory.edit_config(drafter, rope_interleave=False)
+    assert found(drafter, target, "vllm", "0.32.0") == {"rope-interleave": "ERROR"}
+    assert found(drafter, target, "sglang", "0.5.23") == {}  # published, so trained as it says
+    factory.edit_manifest(drafter, mla=factory.MLA)  # trained here, in interleaved pairs
+    assert found(drafter, target, "vllm", "0.32.0") == {}
+    case = case_of(drafter, target, "sglang", "0.5.23")
+    report = preflight.examine(case)
+    assert [f.id for f in report] == ["rope-interleave"]
+    preflight.fix(case, report, tmp_path / "mended")
+    assert found(tmp_path / "mended", target, "sglang", "0.5.23") == {}
+
+
+def test_mla_drafter_that_vllm_takes_for_multi_token_prediction(tmp_path):
+    drafter, target = factory.good(tmp_path, "kimi")
+    factory.edit_config(drafter, model_type="deepseek_v3")
+    case = case_of(drafter, target, "vllm", "0.32.0")
+    report = preflight.examine(case)
+    assert [f.id for f in report] == ["mla-model-type"]
+    assert found(drafter, target, "sglang", "0.5.23") == {}
+    preflight.fix(case, report, tmp_path / "mended")
+    assert found(tmp_path / "mended", target, "vllm", "0.32.0") == {}
+
+
 def test_plain_attention_under_an_mla_target(tmp_path):  # B041
     drafter = factory.good_drafter(tmp_path / "drafter", "llama")
     target = factory.good_target(tmp_path / "target", "kimi")

@@ -12,8 +12,8 @@ SMALL = "tests/workflow/small.yaml"
 ARMS = "vllm-shipped-k5"  # left out of the small experiment: one server less
 
 
-def copy_project(folder: Path) -> Path:
-    """The files that git tracks (or would), with the environments linked in."""
+def copy_project(folder: Path, every_arm: bool = False) -> Path:
+    """The files that git tracks (or would), with the environments linked in; without the arms ARMS unless asked for."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -25,7 +25,8 @@ def copy_project(folder: Path) -> Path:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     config = folder / "config.yaml"
-    config.write_text("".join(line for line in config.read_text().splitlines(True) if ARMS not in line))
+    if not every_arm:
+        config.write_text("".join(line for line in config.read_text().splitlines(True) if ARMS not in line))
     (folder / ".envs").symlink_to(ROOT / ".envs")
     return folder
 

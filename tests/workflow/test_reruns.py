@@ -90,6 +90,8 @@ CHANGES = {
     "sampling of the responses": (config(responses__sampling__seed=1), DATA),
     "layers": (config(hidden_states__layers=[3, 14, 26]), {"select_prompts": 1} | {k: v for k, v in DATA.items() if k != "generate_responses"}),
     "codec of the store": (config(hidden_states__codec="int8"), {"select_prompts": 1} | {k: v for k, v in DATA.items() if k != "generate_responses"}),
+    "the engine that extracts": (config(hidden_states__engine="vllm"), {"select_prompts": 1} | {k: v for k, v in DATA.items() if k != "generate_responses"}),
+    "parity before training": (config(hidden_states__check_parity=True), {"check_parity": 1} | DRAFTER),
     "no store": (config(hidden_states__mode="online"), {"select_prompts": 1, "build_vocabulary": 1} | DRAFTER),
     "chat template": (config(target__chat_template_kwargs={"thinking": False}), EVERYTHING),
     "threads": (config(threads=1), {}),
@@ -156,6 +158,18 @@ def test_growth_is_nested(finished, tmp_path):
     assert snakemake(work, "--touch").returncode == 0 and planned(work) == {}
     config(prompts__size=72)(work)
     assert planned(work) == retrained
+
+
+def test_another_address_of_a_running_server_generates_nothing(finished, tmp_path):
+    work = shutil.copytree(finished, tmp_path / "work", symlinks=True)
+    address = {"base_url": "http://127.0.0.1:8000/v1", "key_variable": "KEY"}
+    config(responses__engine="endpoint", responses__endpoint=address)(work)
+    assert planned(work) == DATA
+    assert snakemake(work, "--touch").returncode == 0 and planned(work) == {}
+    config(responses__endpoint=address | {"base_url": "http://elsewhere:9000/v1", "concurrency": 8})(work)
+    assert planned(work) == {}
+    config(responses__endpoint=address | {"model": "another"})(work)
+    assert planned(work) == DATA
 
 
 @pytest.mark.parametrize("experiment, shards", [("10k", 1), ("88k", 8)])

@@ -1,10 +1,12 @@
-"""One module per engine, all with the same functions: see `vllm.py`, the first of them."""
+"""One module per engine, all with the same functions: see `vllm.py`, the first of them. `endpoint.py` only generates."""
 
 import importlib
 import json
 import math
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -15,6 +17,7 @@ from typing import Any
 from breakeven.cli import UserError
 
 ENGINES = ("vllm", "sglang")
+GENERATORS = (*ENGINES, "endpoint")  # what can generate responses
 
 
 @dataclass
@@ -104,9 +107,9 @@ def sample_value(name: str, text: str) -> float | None:
 
 
 def engine(name: str) -> ModuleType:
-    """The module of an engine; an unknown name is a UserError."""
-    if name not in ENGINES:
-        raise UserError(f"engine {name!r} is unknown; use one of {', '.join(ENGINES)}")
+    """The module of an engine, or of the endpoint; an unknown name is a UserError."""
+    if name not in GENERATORS:
+        raise UserError(f"engine {name!r} is unknown; use one of {', '.join(GENERATORS)}")
     return importlib.import_module(f"breakeven.engines.{name}")
 
 
@@ -117,6 +120,13 @@ TENSOR_PARALLEL = ("tensor-parallel-size", "tensor_parallel_size", "tp-size", "t
 def tensor_parallel(settings: dict[str, Any]) -> int:
     """How many GPUs an engine with these flags or arguments spreads the target over."""
     return next((int(settings[name]) for name in TENSOR_PARALLEL if name in settings), 1)
+
+
+def prepare(module: ModuleType, hardware: str, environment: dict[str, str]) -> None:
+    """Put an engine's environment variables in force in this process, before the engine is imported."""
+    variables = module.environment(hardware) | environment
+    os.environ.update(variables)
+    sys.path[:0] = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
 def options(flags: dict[str, Any]) -> list[str]:

@@ -293,3 +293,45 @@ def generate(
                 yield task.result()
     finally:
         engine.shutdown()
+
+
+def capture(
+    model: str, sequences: list[list[int]], layers: list[int], config: dict[str, Any], settings: dict[str, Any]
+) -> Any:
+    """Hidden states [T, A, H] (torch, float32) of all sequences, as an EAGLE-3 drafter of these layers is fed (0.5.23).
+
+    SGLang gets the layer ids that such a drafter's config.json carries for it, none for the default layers. It does not
+    give the output of the last layer before the norm, so this is no extraction.
+    """
+    import sglang
+    import torch
+
+    ids = conventions.export_ids(layers, conventions.family(config), config["num_hidden_layers"]).get(
+        "eagle_config", {}
+    )
+    forced = {
+        "enable_return_aux_hidden_states": True,
+        "speculative_algorithm": "EAGLE3",  # names the convention; without a drafter nothing speculates
+        "return_aux_hidden_state_layer_ids": ids.get("eagle_aux_hidden_state_layer_ids"),
+        "disable_radix_cache": True,
+    }
+    engine = sglang.Engine(model_path=model, **settings | forced)
+    try:
+        answers = engine.generate(
+            input_ids=sequences, sampling_params={"max_new_tokens": 1, "temperature": 0}, return_hidden_states=True
+        )
+    finally:
+        engine.shutdown()
+    states = []
+    for sequence, answer in zip(sequences, answers, strict=True):
+        # One list of rows for each part of the prompt that was read at once.
+        rows = torch.cat(
+            [
+                torch.tensor(part).view(-1, len(layers) * config["hidden_size"])
+                for part in answer["meta_info"]["hidden_states"]
+            ]
+        )
+        if len(rows) < len(sequence):
+            raise UserError(f"SGLang gave hidden states of {len(rows)} of {len(sequence)} tokens")
+        states.append(rows[: len(sequence)].view(len(sequence), len(layers), -1))
+    return torch.cat(states)

