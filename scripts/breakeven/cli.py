@@ -53,14 +53,26 @@ def run(main: Callable[[], int | None]) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except Exception as error:
-        # safetensors says it in an exception of its own; ENOSPC, EDQUOT.
-        if getattr(error, "errno", None) not in (28, 122) and "No space left on device" not in str(error):
+        full = _full_disk(error)
+        if full is None:
             raise
-        where = f" while writing {error.filename}" if getattr(error, "filename", None) else ""
+        where = f" while writing {full.filename}" if getattr(full, "filename", None) else ""
         print(f"error: the disk is full{where}; free some space and run the same command again", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _full_disk(error: BaseException | None) -> BaseException | None:
+    """Which of an exception and those before it says that the disk (ENOSPC) or the quota (EDQUOT) is full.
+
+    safetensors says it in an exception of its own, torch.save hides it behind another.
+    """
+    while error is not None:
+        if getattr(error, "errno", None) in (28, 122) or "No space left on device" in str(error):
+            return error
+        error = error.__context__
+    return None
 
 
 def _end_with(parent: int, poll_s: float = 1.0, grace_s: float = 60.0) -> None:

@@ -158,6 +158,12 @@ def test_a_full_disk_is_named_in_the_words_of_a_library():
     assert done.returncode == 1 and done.stderr.startswith("error: the disk is full; free some space")
 
 
+def test_a_full_disk_is_named_where_another_error_hides_it():
+    body = "try:\n        raise OSError(28, 'No space')\n    finally:\n        raise RuntimeError('unexpected pos 704 vs 598')"
+    done = run(body)
+    assert done.returncode == 1 and done.stderr.startswith("error: the disk is full; free some space")
+
+
 def test_a_job_ends_with_the_snakemake_that_started_it():
     """BREAKEVEN_PARENT names a process that is gone."""
     parent = subprocess.Popen([sys.executable, "-c", "pass"])
