@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 logger = logging.getLogger("breakeven")
@@ -53,26 +53,33 @@ def run(main: Callable[[], int | None]) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except Exception as error:
-        full = _full_disk(error)
-        if full is None:
+        # torch.save hides what stopped it behind an error of its own.
+        first = next(
+            (e for e in _chain(error) if isinstance(e, (SystemExit, KeyboardInterrupt)) or _disk_is_full(e)), None
+        )
+        if first is None:
             raise
-        where = f" while writing {full.filename}" if getattr(full, "filename", None) else ""
+        if isinstance(first, SystemExit):
+            sys.exit(first.code)
+        if isinstance(first, KeyboardInterrupt):
+            sys.exit(130)
+        where = f" while writing {first.filename}" if getattr(first, "filename", None) else ""
         print(f"error: the disk is full{where}; free some space and run the same command again", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _full_disk(error: BaseException | None) -> BaseException | None:
-    """Which of an exception and those before it says that the disk (ENOSPC) or the quota (EDQUOT) is full.
-
-    safetensors says it in an exception of its own, torch.save hides it behind another.
-    """
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, and those that were being handled when it was raised."""
     while error is not None:
-        if getattr(error, "errno", None) in (28, 122) or "No space left on device" in str(error):
-            return error
+        yield error
         error = error.__context__
-    return None
+
+
+def _disk_is_full(error: BaseException) -> bool:
+    """ENOSPC or EDQUOT; safetensors says it in an exception of its own."""
+    return getattr(error, "errno", None) in (28, 122) or "No space left on device" in str(error)
 
 
 def _end_with(parent: int, poll_s: float = 1.0, grace_s: float = 60.0) -> None:

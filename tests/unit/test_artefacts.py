@@ -158,10 +158,13 @@ def test_a_full_disk_is_named_in_the_words_of_a_library():
     assert done.returncode == 1 and done.stderr.startswith("error: the disk is full; free some space")
 
 
-def test_a_full_disk_is_named_where_another_error_hides_it():
-    body = "try:\n        raise OSError(28, 'No space')\n    finally:\n        raise RuntimeError('unexpected pos 704 vs 598')"
-    done = run(body)
-    assert done.returncode == 1 and done.stderr.startswith("error: the disk is full; free some space")
+@pytest.mark.parametrize(
+    "first, code", [("OSError(28, 'No space')", 1), ("SystemExit(143)", 143), ("KeyboardInterrupt()", 130)]
+)
+def test_what_stopped_a_script_counts_also_where_another_error_hides_it(first, code):
+    done = run(f"try:\n        raise {first}\n    finally:\n        raise RuntimeError('unexpected pos 704 vs 598')")
+    assert done.returncode == code and ("error: the disk is full" in done.stderr) == (code == 1)
+    assert "Traceback" not in done.stderr
 
 
 def test_a_job_ends_with_the_snakemake_that_started_it():
