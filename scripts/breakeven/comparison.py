@@ -972,5 +972,6 @@ def run(
         counts={"arms": len(arms)} | {label: labels.count(label) for label in sorted(set(labels))},
         arms=result.details,
         between_engines=result.between_engines,
+        files=artefacts.hashes(summary, acceptance_out, requests),
     )
     return result
