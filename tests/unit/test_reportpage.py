@@ -179,7 +179,7 @@ def test_figures_are_written_and_the_same_each_time(page):
     folder, html = page
     before = {path.name: path.read_bytes() for path in (folder / "report").glob("*.svg")}
     assert set(before) == {
-        f"{name}.svg" for name in ("speedups", "acceptance", "lengths", "prompts", "step_cost", "training")
+        f"{name}.svg" for name in ("speedups", "acceptance", "lengths", "prompts", "step_cost", "load", "training")
     }
     build(folder)
     assert before == {path.name: path.read_bytes() for path in (folder / "report").glob("*.svg")}
