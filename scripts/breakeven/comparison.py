@@ -93,7 +93,8 @@ class Arm:
         """What an arm shares with its baseline, by the id of the reason that applies if it does not."""
         first = next(iter(self.manifests.values()))
         return {
-            "other-sampling": {k: v for k, v in self.protocol.items() if k != "passes"},
+            "other-sampling": {"concurrency": 1, "requests": None}
+            | {k: v for k, v in self.protocol.items() if k != "passes"},
             "other-machine": first["machine"]["fingerprint"],
             "other-version": dict(first["versions"]),
             "other-flags": {key: self.parameters.get(key) or {} for key in ("flags", "environment")},
@@ -216,8 +217,8 @@ def read_arm(benchmarks: Path | str, name: str, passes: int | None = None) -> Ar
         if len(repeated) and load.concurrency(manifest["parameters"]["protocol"]) == 1:
             raise UserError(f"{path}: prompt {repeated.iloc[0]!r} was measured twice in one pass; run the pass again")
         frames.append(rows.assign(pass_number=number))
-    requests = pd.concat(frames, ignore_index=True)
-    requests = requests.sort_values(["prompt_id", "pass_number"], kind="stable", ignore_index=True)
+    # Sorting by several columns is stable.
+    requests = pd.concat(frames, ignore_index=True).sort_values(["prompt_id", "pass_number"], ignore_index=True)
     tokens = requests["completion_tokens"].to_numpy(float)
     with np.errstate(divide="ignore", invalid="ignore"):
         decode = (requests["e2e_s"] - requests["ttft_s"]).to_numpy(float)
