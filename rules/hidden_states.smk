@@ -75,7 +75,7 @@ rule check_parity:
         states=parity_states_option(),
         device=HARDWARE,
     shell:
-        "{params.python} {input.script[0]} --target results/target --responses {input.responses}"
-        " {params.states} {input.states}"
+        "{params.python} scripts/on_gpus.py {resources.gpu} {input.script[0]}"
+        " --target results/target --responses {input.responses} {params.states} {input.states}"
         " --engine {wildcards.engine} --settings {params.settings:q} --environment {params.environment:q}"
         " --layers {params.layers} --device {params.device} --threads {threads} --out {output.table} > {log} 2>&1"

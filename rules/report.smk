@@ -9,6 +9,7 @@ rule report:
             "results/comparison/summary.manifest.json",
         ],
         manifests=manifests(),
+        locks=[f"envs/{name}.lock" for name in ENVIRONMENTS],
         training=[option.partition("=")[2] for option in training_options()],
         held_out=offline_tables()["held_out"],
         step_costs=step_cost_files(),
@@ -124,6 +125,7 @@ rule report:
         data_curve_content=data_curve_content(),
     shell:
         "{params.python} {input.script[0]} --comparison results/comparison --manifests {input.manifests}"
+        " --locks {input.locks}"
         " --stepcost {input.step_costs} --training {params.training} --offline {params.held_out}"
         " {params.data_curve}"
         " --template {input.template} --style {input.style} --reference {input.reference}"

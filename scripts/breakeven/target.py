@@ -51,6 +51,17 @@ def special_token_ids(folder: Path | str) -> list[int]:
     return sorted(ids)
 
 
+def _stored(folder: Path | str) -> dict[str, tuple[Path, str]]:
+    """Where each tensor of a checkpoint is stored, (file, name there), by its name in the language model alone."""
+    from safetensors import safe_open
+
+    where = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            where.update({name.removeprefix("language_model."): (path, name) for name in file.keys()})  # noqa: SIM118
+    return where
+
+
 def load_tensors(folder: Path | str, names: list[str]) -> dict[str, Any]:
     """Read single tensors (torch) from a possibly sharded safetensors checkpoint; a missing or packed one is a UserError.
 
@@ -58,11 +69,7 @@ def load_tensors(folder: Path | str, names: list[str]) -> dict[str, Any]:
     """
     from safetensors import safe_open
 
-    where = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            where.update({name.removeprefix("language_model."): (path, name) for name in file.keys()})  # noqa: SIM118
-    tensors = {}
+    where, tensors = _stored(folder), {}
     for name in names:
         if name not in where:
             raise UserError(f"{folder}: the checkpoint has no tensor {name}")
@@ -79,13 +86,7 @@ def load_tensors(folder: Path | str, names: list[str]) -> dict[str, Any]:
 
 def load_norm_and_head(folder: Path | str) -> tuple[Any, Any]:
     """The final norm's weight [H] and the output head's [V, H] (the embeddings where they are tied), whatever the prefix."""
-    from safetensors import safe_open
-
-    names = []
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            names += file.keys()
-    chosen = []
+    names, chosen = list(_stored(folder)), []
     for endings in (("model.norm.weight",), ("lm_head.weight", "embed_tokens.weight")):
         found = [name for ending in endings for name in names if name.endswith(ending)]
         if not found:

@@ -151,7 +151,7 @@ def test_from_hidden_states_to_a_checked_checkpoint_and_on_from_it(mla_target, m
     script("train_drafter", *trainer, "--out", out)
     rows = artefacts.read_table(out / "training.parquet").to_pylist()
     losses = [row["loss"] for row in rows if row["split"] == "train"]
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses[-1] < 0.97 * losses[0]
     script("evaluate_drafter", *given, "--checkpoint", out, "--max-k", "3", "--out", tmp_path / "offline.parquet")
     for engine, version in (("vllm", "0.25.1"), ("vllm", "0.32.0"), ("sglang", "0.5.13"), ("sglang", "0.5.23")):
         case = preflight.Case(out, mla_target, engine, version, k=3)

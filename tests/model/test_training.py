@@ -357,4 +357,4 @@ def test_the_throughput_benchmark_runs():
     done = subprocess.run([*command, "--ttt-steps", "1", "--peak-flops", "1e15"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["steps"] == 8 and report["tokens_per_second"] > 0 and 0 < report["mfu"] < 1
+    assert report["steps"] >= 8 and report["tokens_per_second"] > 0 and 0 < report["mfu"] < 1

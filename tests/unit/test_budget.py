@@ -65,7 +65,7 @@ def test_online_training_stores_nothing_and_loads_the_target(config):
     planned = budget.plan(config, budget.Found(shape=KIMI))
     assert "extract_hidden_states" not in [stage.name for stage in planned.stages]
     assert stage(planned, "train_drafter").loads == stage(planned, "evaluate_drafter").loads == 1
-    assert planned.bytes() < 1e9
+    assert planned.bytes() < 2e9  # the drafter of 725M parameters alone
 
 
 def test_no_time_is_invented(config):
@@ -193,7 +193,7 @@ def test_finished_jobs_give_lengths_and_rates(config, tmp_path):
     found = budget.survey(config, results, logs, Path("resources/targets"))
     assert (found.prompt_tokens, found.response_tokens) == (20, 100)
     assert found.tokens_per_second == {"generate_responses": 50, "benchmark": 50}
-    assert found.startup_seconds == {"vllm": 31} and found.prompts["quick"] == 5
+    assert found.startup_seconds == {"vllm": 31} and found.prompts["quick"] == 12
     assert stage(budget.plan(config, found), "benchmark").done == 1
 
 

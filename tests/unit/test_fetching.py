@@ -67,7 +67,7 @@ def test_what_is_missing_is_named_and_nothing_stays(checkpoint, tmp_path, missin
     "source, said",
     [
         ({"source": "path", "path": "no/such"}, "no/such is not a folder"),
-        ({"source": "disk"}, "'disk' is unknown; use wheel, path or hub"),
+        ({"source": "disk"}, "'disk' is unknown; use wheel, path, hub or random"),
         ({"source": "hub", "repo": "nobody/nothing", "revision": "abc"}, "cannot be had from the hub"),
     ],
 )

