@@ -173,8 +173,12 @@ def closed_loop(
         finally:
             free.put(client)
 
-    with ThreadPoolExecutor(len(clients)) as pool:
+    pool = ThreadPoolExecutor(len(clients))
+    try:
         yield from pool.map(ask, prompts)
+    finally:
+        # What is in flight after an error or a signal is not waited for: the server is stopped, and it ends with that.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def measure_load(

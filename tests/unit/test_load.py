@@ -34,6 +34,8 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.lock, self.running, self.most = threading.Lock(), 0, 0
         self.prompts, self.requests, self.per_request, self.fails_at, self.extra_steps = [], 0, True, None, 0
+        # The first four wait for each other, and the first of them until four more have come.
+        self.first_four, self.eight = threading.Barrier(4, timeout=60), threading.Event()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
 
@@ -66,6 +68,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
             server.running += 1
             server.most = max(server.most, server.running)
             number = len(server.prompts)
+        if number <= 4:
+            server.first_four.wait()
+        if number == 8:
+            server.eight.set()
+        if number == 1:
+            assert server.eight.wait(60)
         if number == server.fails_at:
             self.send_response(500)
             self.end_headers()
@@ -73,7 +81,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         for i in range(TOKENS):
-            time.sleep(0.002 * (1 + prompt[0]))  # prompts differ in how long they take
+            time.sleep(0.001 * (1 + prompt[0]))  # prompts differ in how long they take
             end = "length" if i == TOKENS - 1 else None
             self.event({"choices": [{"text": "x", "token_ids": [100 + i], "finish_reason": end}]})
         with server.lock:
