@@ -124,7 +124,7 @@ rule report:
         data_curve=data_curve_option(),
         data_curve_content=data_curve_content(),
     shell:
-        "{params.python} {input.script[0]} --comparison results/comparison --manifests {input.manifests}"
+        "{params.python} {input.script[0]} --comparison results/comparison --manifests {input.manifests:q}"
         " --locks {input.locks}"
         " --stepcost {input.step_costs} --training {params.training} --offline {params.held_out}"
         " {params.data_curve}"

@@ -53,7 +53,7 @@ def main() -> None:
     found: dict[str, Any] = {"findings": check["findings"]}
     if not check["ok"]:
         found["unmeasured"] = "preflight"
-    elif args.further and arm["name"] not in artefacts.read_json(args.further):
+    elif args.further and arm["name"] not in artefacts.read_json(args.further)["arms"]:
         found["unmeasured"] = "decided"
     installed = engines.facts(args.engine_python, arm["engine"])
     rows = []
@@ -89,6 +89,7 @@ def main() -> None:
         counts={"requests": len(rows), "completion_tokens": sum(row["completion_tokens"] for row in rows)},
         versions=installed["versions"],
         machine=benchmark.machine(),
+        files=artefacts.hashes(args.out),
         **found,
     )
 
@@ -106,7 +107,7 @@ def serve(args, engine, speculation, protocol, supported: set[str]) -> tuple[lis
     with servers.speculating(
         engine, args.engine_python, args.target, speculation, settings, supported, args.hardware, log
     ) as server:
-        clients = [benchmark.Client(engine, server.url, server.name) for _ in range(protocol.concurrency)]
+        clients = [benchmark.Client(engine, server.url, server.name, server.key) for _ in range(protocol.concurrency)]
         client = clients[0]
         running = engine.check_settings(
             client.session, server.url, str(args.target), speculation, settings["flags"], log

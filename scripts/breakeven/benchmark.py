@@ -21,6 +21,7 @@ from breakeven.acceptance import from_histogram
 from breakeven.cli import Progress, UserError, logger
 from breakeven.engines import Counters, Reply, Speculation
 from breakeven.sanity import degenerate
+from breakeven.servers import session
 
 SETTLE_S = 5.0
 LEAST_MEAN_LOG_PROBABILITY = -5.0
@@ -52,33 +53,40 @@ class Protocol:
 class Client:
     """Requests to one server, one after another."""
 
-    def __init__(self, engine: ModuleType, url: str, model: str, timeout_s: float = 600):
+    def __init__(self, engine: ModuleType, url: str, model: str, key: str | None = None, timeout_s: float = 600):
         self.engine, self.url, self.model, self.timeout_s = engine, url, model, timeout_s
-        self.session = requests.Session()
+        self.session = session(key)
 
     def counters(self) -> Counters:
         response = self.session.get(f"{self.url}/metrics", timeout=30)
-        response.raise_for_status()
+        if response.status_code != 200:
+            raise UserError(f"the server answered /metrics with {response.status_code}: {response.text[:500]}")
         return self.engine.read_counters(response.text, self.model)
 
     def stream(self, prompt: list[int], sampling: dict[str, Any]) -> tuple[Reply, float, float]:
-        """One streaming request: (reply, seconds to the first token, seconds to the last token)."""
+        """One streaming request: (reply, seconds to the first token, seconds to the last token).
+
+        A server that refuses, falls silent, sends what is no event, or ends without a finish reason is a UserError.
+        """
         path, body = self.engine.request(self.model, prompt, sampling)
         reply, first, last = Reply(), 0.0, 0.0
         start = time.perf_counter()
-        with self.session.post(self.url + path, json=body, stream=True, timeout=self.timeout_s) as response:
-            if response.status_code != 200:
-                raise UserError(f"the server refused a request with {response.status_code}: {response.text[:500]}")
-            for line in response.iter_lines():
-                if not line.startswith(b"data: ") or line == b"data: [DONE]":
-                    continue
-                before = len(reply.token_ids)
-                self.engine.read_event(json.loads(line[6:]), reply)
-                if len(reply.token_ids) > before:
-                    last = time.perf_counter() - start
-                    first = first or last
-        if not reply.token_ids:
-            raise UserError("the server ended a stream without a token; see the server log")
+        try:
+            with self.session.post(self.url + path, json=body, stream=True, timeout=self.timeout_s) as response:
+                if response.status_code != 200:
+                    raise UserError(f"the server refused a request with {response.status_code}: {response.text[:500]}")
+                for line in response.iter_lines():
+                    before = len(reply.token_ids)
+                    read_line(self.engine, line, reply)
+                    if len(reply.token_ids) > before:
+                        last = time.perf_counter() - start
+                        first = first or last
+        except (requests.Timeout, requests.ConnectionError) as error:
+            # A read that times out inside a stream comes as a ConnectionError.
+            if not isinstance(error, requests.Timeout) and "timed out" not in str(error):
+                raise
+            raise UserError(f"the server sent nothing for {self.timeout_s:g} s; see the server log") from None
+        check_reply(reply)
         return reply, first, last
 
     def settled_counters(self, completion_tokens: int) -> Counters:
@@ -93,6 +101,33 @@ class Client:
     def mean_log_probability(self, prompt: list[int], output: list[int]) -> float:
         """Mean log-probability (nats per token) that the server's own target gives to an output."""
         return self.engine.score(self.session, self.url, self.model, prompt, output)
+
+
+def read_line(engine: ModuleType, line: bytes, reply: Reply) -> None:
+    """Add one line of a stream of server-sent events to a reply; one that no engine sends is a UserError."""
+    if not line.startswith(b"data: ") or line == b"data: [DONE]":
+        return
+    try:
+        engine.read_event(json.loads(line[6:]), reply)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"the server sent an event that cannot be read ({type(error).__name__}: {error}): {line[:200]!r}"
+        ) from None
+
+
+def check_reply(reply: Reply) -> None:
+    """A whole answer has tokens and a finish reason, and its numbers are numbers; else a UserError."""
+    if not reply.token_ids:
+        raise UserError("the server ended a stream without a token; see the server log")
+    if reply.finish_reason is None:
+        raise UserError(
+            f"the server ended a stream after {len(reply.token_ids)} tokens without a finish reason: only a part of the"
+            " answer arrived; see the server log"
+        )
+    counts = [value for value in (reply.completion_tokens, reply.cached_tokens, reply.drafted) if value is not None]
+    for value in [*reply.token_ids, *(reply.histogram or []), *counts]:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise UserError(f"the server sent {value!r} where a count or a token id was expected; see the server log")
 
 
 def check_template(client: Client, messages: list[dict[str, str]], ours: list[int], kwargs: dict[str, Any]) -> None:

@@ -123,6 +123,7 @@ def layers(folder: Path, config: dict[str, Any], n_layers: int) -> list[int]:
 
 def load(folder: Path, target_folder: Path, device: str) -> tuple[Drafter, Tensor]:
     """Load a checkpoint for offline use: (drafter in float32, target ids [D] int64 of its draft vocabulary)."""
+    artefacts.verify_folder(folder)
     shape = read_config(folder, target_folder)
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):

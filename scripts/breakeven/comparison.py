@@ -1074,5 +1074,6 @@ def run(
         arms=result.details,
         between_engines=result.between_engines,
         under_load=result.under_load,
+        files=artefacts.hashes(summary, acceptance_out, requests),
     )
     return result

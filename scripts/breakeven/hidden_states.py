@@ -243,6 +243,7 @@ class Sequences(Chosen):
         from safetensors import safe_open
 
         super().__init__()
+        artefacts.verify_all(paths)
         self.files, self.index = [], []
         self.layers: list[int] = []
         self.codec = None

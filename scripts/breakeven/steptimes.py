@@ -16,7 +16,7 @@ them, else the client's.
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -78,11 +78,11 @@ def prompts(vocab_size: int, count: int, seed: int = 0) -> list[list[int]]:
 
 
 def measure(
-    engine: ModuleType, url: str, name: str, vocab_size: int, settings: Settings, k: int
+    client: Callable[[], Client], vocab_size: int, settings: Settings, k: int
 ) -> dict[tuple[int, int], list[Round]]:
-    """Rounds by (concurrency, pass) of one running server that drafts k tokens (0: none)."""
+    """Rounds by (concurrency, pass) of one running server that drafts k tokens (0: none); `client` makes a client of it."""
     sampling = {"max_tokens": settings.max_tokens, "temperature": 0, "seed": 0, "ignore_eos": True}
-    clients = [Client(engine, url, name) for _ in range(max(settings.concurrency))]
+    clients = [client() for _ in range(max(settings.concurrency))]
     asked = prompts(vocab_size, ROUNDS * max(settings.concurrency))
     rounds: dict[tuple[int, int], list[Round]] = {}
     total = len(settings.concurrency) * (settings.passes * ROUNDS + 1)

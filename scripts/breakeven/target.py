@@ -15,6 +15,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def text_config(folder: Path | str) -> dict[str, Any]:
     """config.json of the target, or its `text_config` for multi-modal ones (Kimi-K2.5 and others)."""
+    artefacts.verify(Path(folder) / "config.json")
     config = artefacts.read_json(Path(folder) / "config.json")
     return config.get("text_config", config)
 
@@ -74,6 +75,7 @@ def load_tensors(folder: Path | str, names: list[str]) -> dict[str, Any]:
         if name not in where:
             raise UserError(f"{folder}: the checkpoint has no tensor {name}")
         path, stored = where[name]
+        artefacts.verify(path)
         with safe_open(path, "pt") as file:
             tensors[name] = file.get_tensor(stored)
         if tensors[name].dtype.itemsize == 1:
@@ -102,7 +104,17 @@ def load_model(folder: Path | str, device: str, dtype: str = "bfloat16"):
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    artefacts.verify_folder(folder)
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    options = dict(dtype=getattr(torch, dtype), attn_implementation="sdpa", trust_remote_code=False)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise UserError(
+            f"{folder}: this target needs Python code of its own, which is not run here; use a target whose architecture"
+            " transformers has"
+        ) from None
     return model.to(device).eval().requires_grad_(False)
