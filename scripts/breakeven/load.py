@@ -35,7 +35,10 @@ def too_many(places: int, engine: ModuleType, flags: Mapping[str, Any]) -> str |
     flag = engine.CONCURRENCY_FLAG
     if places <= int(flags.get(flag) or places):
         return None
-    return f"{places} requests at once, but the server's {flag} is {flags[flag]}; the rest would wait"
+    return (
+        f"{places} requests at once, but the server's {flag} is {flags[flag]} and the rest would wait; raise it in the flags, or"
+        " lower the concurrency"
+    )
 
 
 def refuse(protocol: Mapping[str, Any], engine: ModuleType, flags: Mapping[str, Any]) -> str | None:
