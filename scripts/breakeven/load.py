@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 WAVES = 4
-"""Requests of a pass per place in flight, where the protocol does not say: the last place empties at the very end only."""
+"""Requests of a pass for each one in flight, where the protocol does not say; the last of them run with fewer beside."""
 
 
 def concurrency(protocol: Mapping[str, Any]) -> int:
