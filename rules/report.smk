@@ -26,6 +26,7 @@ rule report:
                 "lengths",
                 "prompts",
                 "step_cost",
+                "load",
                 "training",
                 "summary_table",
                 "pay_table",
@@ -89,6 +90,12 @@ rule report:
             caption="../report/step_cost.rst",
             category="3 Cost",
             labels={"what": "cost of a step", "kind": "figure"},
+        ),
+        load=report(
+            "results/report/load.svg",
+            caption="../report/load.rst",
+            category="3 Cost",
+            labels={"what": "speed-up under load", "kind": "figure"},
         ),
         prompts=report(
             "results/report/prompts.svg",

@@ -32,7 +32,7 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
 
-    served = artefacts.read_table(args.served, tables.BENCHMARK)
+    served = first_of_each_prompt(artefacts.read_table(args.served, tables.BENCHMARK))
     if not served.num_rows:
         unserved(args)
         return
@@ -84,6 +84,14 @@ def main() -> None:
     )
     for row in rows[:: args.k]:
         cli.logger.info("what if %s: acceptance length %.2f", row["hypothesis"], row["acceptance_length"] or math.nan)
+
+
+def first_of_each_prompt(served):
+    """A pass without repeats: under load a prompt may be asked several times."""
+    first: dict[str, int] = {}
+    for i, prompt in enumerate(served["prompt_id"].to_pylist()):
+        first.setdefault(prompt, i)
+    return served.take(list(first.values()))
 
 
 def unserved(args) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from breakeven import stats, stepcost
+from breakeven import load, stats, stepcost
 from breakeven.benchmark import Client
 from breakeven.cli import Progress, UserError
 
@@ -60,11 +60,9 @@ class Round:
 
 def check(engine: ModuleType, settings: Settings, flags: dict[str, Any], hardware: str) -> None:
     """Refuse, before any server starts, what could not be measured."""
-    most, flag = max(settings.concurrency), engine.CONCURRENCY_FLAG
-    if most > (flags.get(flag) or most):
-        raise UserError(
-            f"stepcost.concurrency: {most} requests at once, but the server's {flag} is {flags[flag]}; the rest would wait"
-        )
+    reason = load.too_many(max(settings.concurrency), engine, flags)
+    if reason:
+        raise UserError(f"stepcost.concurrency: {reason}")
     if settings.synthetic_acceptance_length and hardware not in engine.FORCES_ACCEPTANCE_ON:
         raise UserError(
             f"stepcost.synthetic_acceptance_length: {engine.NAME} can force an acceptance length on"
