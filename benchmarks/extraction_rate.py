@@ -4,8 +4,9 @@
         --responses results/responses/shard-000000.parquet --settings '{"dtype": "bfloat16", "enforce_eager": true}'
 
 Each round starts both engines anew, one after the other. A rate leaves out the load and the first tenth of the sequences,
-and counts the writing of the shard. Prints tok/s of each, their ratio (the goal is 0.9 or more), and the time of the greedy
-tokens, which are computed afterwards from what is stored and cost the same in any engine.
+and counts the writing of the shard. Prints tok/s of each, their ratio (the goal is 0.9 or more), the same ratio by processor
+time (which others on the machine do not change; on a CPU, with one thread), and the time of the greedy tokens, which are
+computed afterwards from what is stored and cost the same in any engine.
 """
 
 import json
@@ -34,7 +35,7 @@ class Timed:
         else:
             finished = self.module.extract(folder, sequences, path, layers, config, settings)
         for i, *more in finished:
-            self.times.append((time.perf_counter(), len(sequences[i])))
+            self.times.append((time.perf_counter(), time.process_time(), len(sequences[i])))
             yield i, *more
         if self.plain:
             shard_file.open_writable(shard_file.rows_path(path))["rows"].copy_(
@@ -56,10 +57,10 @@ def measure(args) -> dict[str, float]:
         path = Path(folder, "shard")
         tensors = shard_file.extract(engine=timed, folder=args.target, layers=layers, prompts=prompts,
                                      responses=responses, path=path, codec=args.codec, settings=settings)  # fmt: skip
-        end = time.perf_counter()
+        end, busy = time.perf_counter(), time.process_time()
         first = len(timed.times) // 10
-        tokens = sum(n for _, n in timed.times[first + 1 :])
-        found = {"rate": tokens / (end - timed.times[first][0])}
+        tokens = sum(n for *_, n in timed.times[first + 1 :])
+        found = {"rate": tokens / (end - timed.times[first][0]), "of_busy": tokens / (busy - timed.times[first][1])}
         if args.only == "extraction":
             norm, head = target.load_norm_and_head(args.target)
             shard_file.fill_argmax(tensors, norm, head, config["rms_norm_eps"], args.device)
@@ -96,10 +97,11 @@ def main() -> None:
                 raise cli.UserError(f"the {name} engine failed; see above")
             found[name] = json.loads(done.stdout.splitlines()[-1])
         ratios.append(found["extraction"]["rate"] / found["prefill"]["rate"])
+        busy = found["extraction"]["of_busy"] / found["prefill"]["of_busy"]
         share = found["extraction"]["greedy_s"] / found["extraction"]["all_s"]
         print(
             f"round {number}: prefill {found['prefill']['rate']:.0f} tok/s, extraction {found['extraction']['rate']:.0f} tok/s,"
-            f" ratio {ratios[-1]:.3f}; greedy tokens add {share:.0%} of the extraction's time",
+            f" ratio {ratios[-1]:.3f}, by processor time {busy:.3f}; greedy tokens add {share:.0%} of the extraction's time",
             flush=True,
         )
     print(f"median ratio {statistics.median(ratios):.3f}")

@@ -82,6 +82,7 @@ def outputs(config: dict[str, Any]) -> dict[str, list[str]]:
         "extract_hidden_states": []
         if online(config)
         else [f"hidden_states/shard-{shard}.safetensors" for shard in shards],
+        "check_parity": [f"parity/{engine}.json" for engine in configuration.parity_engines(config)],
         "build_vocabulary": [f"drafters/{name}/vocabulary.safetensors" for name in trained],
         "train_drafter": [f"drafters/{name}/checkpoint/manifest.json" for name in trained],
         "evaluate_drafter": [f"drafters/{name}/offline.parquet" for name in walked],
@@ -152,7 +153,7 @@ def plan(config: dict[str, Any], found: Found) -> Plan:
             )
             stage.loads = len(todo)
             stage.gpus = max((configuration.gpus(config, name, arm) for arm in config["arms"].values()), default=0)
-        elif name == "replay_served" or (name == "evaluate_drafter" and online(config)):
+        elif name in ("replay_served", "check_parity") or (name == "evaluate_drafter" and online(config)):
             stage.loads = len(todo)
         if name in TIMED:
             notes += _time(stage, config, found, stated)

@@ -27,12 +27,12 @@ def chunks(lengths, size):
 class Engine:
     """An engine that knows the hidden states already, and captures a layer that nobody asked for."""
 
-    def __init__(self, tensors, left_out=None):
-        self.tensors, self.left_out = tensors, left_out
+    def __init__(self, tensors, left_out=None, device="cpu"):
+        self.tensors, self.left_out, self.device = tensors, left_out, device
 
     def extract(self, folder, sequences, path, layers, config, settings):
         starts, hidden = self.tensors["cu_seqlens"].tolist(), self.tensors["hidden"]
-        captured = torch.stack([hidden[:, 0], self.tensors["last"], *hidden.unbind(1)[1:]], 1)
+        captured = torch.stack([hidden[:, 0], self.tensors["last"], *hidden.unbind(1)[1:]], 1).to(self.device)
         writer = shard_file.Writer(path, features=[0, 2, 3], last=1)
         for pieces in chunks(list(map(len, sequences)), 16):
             pieces = [piece for piece in pieces if piece[0] != self.left_out]
@@ -42,14 +42,18 @@ class Engine:
         yield from enumerate(sequences)
 
 
-def fill(path, folder, extracted, codec="bfloat16", left_out=None):
+def fill(path, folder, extracted, codec="bfloat16", **kwargs):
     prompts, responses, tensors = extracted
-    return shard_file.extract(Engine(tensors, left_out), folder, DISTINCT, prompts, responses, path, codec, {})
+    return shard_file.extract(Engine(tensors, **kwargs), folder, DISTINCT, prompts, responses, path, codec, {})
 
 
+GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("codec", hidden_states.CODECS)
-def test_filled_by_chunks_it_is_the_shard_of_the_other_path(extracted, tmp_path, target_folder, codec):
-    made = fill(tmp_path / "shard", target_folder, extracted, codec)
+def test_filled_by_chunks_it_is_the_shard_of_the_other_path(extracted, tmp_path, target_folder, codec, device):
+    made = fill(tmp_path / "shard", target_folder, extracted, codec, device=device)
     norm, head = target.load_norm_and_head(target_folder)
     shard_file.fill_argmax(made, norm, head, target.text_config(target_folder)["rms_norm_eps"], "cpu", rows=7)
     stored = load_file(tmp_path / "shard")
@@ -79,15 +83,9 @@ def test_rows_behind_a_sequence_are_refused(extracted, target_folder, tmp_path):
         shard_file.extract(Wrong(), target_folder, DISTINCT, *extracted[:2], tmp_path / "shard", "bfloat16", {})
 
 
-def test_the_head_is_found_under_any_prefix_and_a_missing_one_named(target_folder, tmp_path):
-    from safetensors.torch import save_file
-
-    norm, head = target.load_norm_and_head(target_folder)
-    assert norm.shape == (32,) and head.shape == (tinymodels.VOCABULARY, 32)
-    nested = {"language_model.model.norm.weight": torch.ones(3), "language_model.lm_head.weight": torch.zeros(5, 3)}
-    save_file(nested | {"vision_tower.norm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
-    norm, head = target.load_norm_and_head(tmp_path)
-    assert norm.shape == (3,) and head.shape == (5, 3)
-    save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"no tensor named ...lm_head.weight"):
-        target.load_norm_and_head(tmp_path)
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_is_the_embeddings_where_they_are_tied(tmp_path, tied):
+    folder = tinymodels.write_target(tmp_path, tie_word_embeddings=tied)
+    norm, head = target.load_norm_and_head(folder)
+    model = target.load_model(folder, "cpu")
+    assert torch.equal(norm, model.model.norm.weight) and torch.equal(head, model.lm_head.weight)

@@ -90,7 +90,7 @@ CHANGES = {
     "sampling of the responses": (config(responses__sampling__seed=1), DATA),
     "layers": (config(hidden_states__layers=[3, 14, 26]), {"select_prompts": 1} | {k: v for k, v in DATA.items() if k != "generate_responses"}),
     "codec of the store": (config(hidden_states__codec="int8"), {"select_prompts": 1} | {k: v for k, v in DATA.items() if k != "generate_responses"}),
-    "the engine that extracts": (config(hidden_states__engine="vllm"), {"select_prompts": 1} | {k: v for k, v in DATA.items() if k != "generate_responses"}),
+    "the engine that extracts": (config(hidden_states__engine="vllm"), {k: v for k, v in DATA.items() if k != "generate_responses"}),
     "parity before training": (config(hidden_states__check_parity=True), {"check_parity": 1} | DRAFTER),
     "no store": (config(hidden_states__mode="online"), {"select_prompts": 1, "build_vocabulary": 1} | DRAFTER),
     "chat template": (config(target__chat_template_kwargs={"thinking": False}), EVERYTHING),
