@@ -142,6 +142,20 @@ def verify_folder(folder: Path | str) -> None:
     verify_all(path for path in sorted(Path(folder).iterdir()) if path.is_file() and path.name != "manifest.json")
 
 
+@contextlib.contextmanager
+def open_tensors(path: Path | str) -> Iterator[Any]:
+    """A safetensors file for torch, as safe_open gives it; one that cannot be read is a UserError that names it."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        file = safe_open(path, "pt")
+    except SafetensorError as error:
+        verify(path)  # says more, where a manifest knows the file
+        raise UserError(f"{path}: not a readable safetensors file ({error}); copy or export it again") from None
+    with file:
+        yield file
+
+
 def write_manifest(
     path: Path | str,
     artefact: str,

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -127,7 +126,7 @@ def load(folder: Path, target_folder: Path, device: str) -> tuple[Drafter, Tenso
     shape = read_config(folder, target_folder)
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
+        with artefacts.open_tensors(path) as file:
             tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     d2t = tensors.pop("d2t", None)
     tensors.pop("t2d", None)

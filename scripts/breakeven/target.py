@@ -54,11 +54,9 @@ def special_token_ids(folder: Path | str) -> list[int]:
 
 def _stored(folder: Path | str) -> dict[str, tuple[Path, str]]:
     """Where each tensor of a checkpoint is stored, (file, name there), by its name in the language model alone."""
-    from safetensors import safe_open
-
     where = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
+        with artefacts.open_tensors(path) as file:
             where.update({name.removeprefix("language_model."): (path, name) for name in file.keys()})  # noqa: SIM118
     return where
 
@@ -68,15 +66,13 @@ def load_tensors(folder: Path | str, names: list[str]) -> dict[str, Any]:
 
     Names are those of the language model alone; multi-modal checkpoints (Kimi-K2.5) write `language_model.` before them.
     """
-    from safetensors import safe_open
-
     where, tensors = _stored(folder), {}
     for name in names:
         if name not in where:
             raise UserError(f"{folder}: the checkpoint has no tensor {name}")
         path, stored = where[name]
         artefacts.verify(path)
-        with safe_open(path, "pt") as file:
+        with artefacts.open_tensors(path) as file:
             tensors[name] = file.get_tensor(stored)
         if tensors[name].dtype.itemsize == 1:
             raise UserError(
