@@ -54,7 +54,7 @@ def server_rates(folder: Path, prompts: list[list[int]], tokens: int, threads: i
     settings = {"flags": FLAGS, "environment": {"OMP_NUM_THREADS": str(threads)}, "startup_timeout": 600}
     sampling = {"max_tokens": tokens + 1, "temperature": 0, "ignore_eos": True}
     with servers.speculating(sglang, sys.executable, folder, Speculation(), settings, set(), "cpu", log) as server:
-        client = benchmark.Client(sglang, server.url, server.name)
+        client = benchmark.Client(sglang, server.url, server.name, server.key)
         for _ in range(2):
             client.stream(prompts[0], sampling | {"max_tokens": 16})
         rates = []

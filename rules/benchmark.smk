@@ -35,9 +35,9 @@ rule benchmark:
         further=further_option,
         hardware=HARDWARE,
     shell:
-        "{params.python} {input.script[0]} --arm {params.arm:q} --pass {wildcards.number} {params.checkpoint}"
+        "{params.python} {input.script[0]} --arm {params.arm:q} --pass {wildcards.number} {params.checkpoint:q}"
         " {params.check} {params.further}"
-        " --engine-settings {params.settings:q} --protocol {params.protocol:q} --prompts {input.prompts}"
+        " --engine-settings {params.settings:q} --protocol {params.protocol:q} --prompts {input.prompts:q}"
         " --engine-python {params.engine_python} --hardware {params.hardware} --target results/target"
         " --server-log {log.server} --out {output.requests} > {log[0]} 2>&1"
 

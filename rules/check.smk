@@ -23,6 +23,6 @@ rule check_drafter:
         folder=arm_folder,
         options=check_options,
     shell:
-        "{params.python} {input.script[0]} --checkpoint {params.folder} --target results/target"
+        "{params.python} {input.script[0]} --checkpoint {params.folder:q} --target results/target"
         " --engine-python {params.engine_python} {params.options:q} --exit-zero --json {output.findings}"
         " > {log} 2>&1"

@@ -1,5 +1,6 @@
 # All Python of the rules: which files, which parameters. Nothing here depends on time, machine or order.
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,9 @@ try:
     )
 except UserError as error:
     raise WorkflowError(str(error)) from None
+
+# A job ends with the Snakemake that started it, even one that was killed (breakeven/cli.py).
+shell.prefix(f"set -euo pipefail; export BREAKEVEN_PARENT={os.getpid()}; ")
 
 HARDWARE = config["hardware"]
 ENGINES = configuration.engines_used(config)
@@ -348,7 +352,7 @@ def arm_folder(wildcards):
 
 def arm_checkpoint_option(wildcards):
     drafter = arm_of(wildcards).get("drafter")
-    return f"--checkpoint {checkpoint_folder(drafter)}" if drafter else ""
+    return ["--checkpoint", checkpoint_folder(drafter)] if drafter else []
 
 
 def pass_priority(wildcards):

@@ -28,7 +28,7 @@ rule evaluate_drafter:
         device=HARDWARE,
     shell:
         "{params.python} scripts/on_gpus.py {resources.gpu} {input.script[0]}"
-        " --target results/target --checkpoint {params.checkpoint}"
+        " --target results/target --checkpoint {params.checkpoint:q}"
         " {params.sequences} {input.sequences} --device {params.device} --threads {threads}"
         " --out {output.table} --by-sequence {output.by_sequence} > {log} 2>&1"
 
@@ -62,6 +62,6 @@ rule replay_served:
         device=HARDWARE,
     shell:
         "{params.python} scripts/on_gpus.py {resources.gpu} {input.script[0]}"
-        " --target results/target {params.checkpoint} --served {input.served}"
+        " --target results/target {params.checkpoint:q} --served {input.served}"
         " --k {params.k} --device {params.device} --threads {threads} --out {output.table}"
         " --what-if {output.what_if} > {log} 2>&1"

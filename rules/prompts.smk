@@ -29,8 +29,8 @@ rule curate_prompts:
         held_out=lookup("prompts/held_out_fraction", within=config),
     shell:
         "{params.python} {input.script[0]} --target results/target --sources {params.sources:q}"
-        " --benchmark-prompts {input.benchmark} --seed {params.seed} --languages {params.languages}"
-        " --min-tokens {params.min_tokens} --max-tokens {params.max_tokens}"
+        " --benchmark-prompts {input.benchmark:q} --seed {params.seed}"
+        " --languages {params.languages:q} --min-tokens {params.min_tokens} --max-tokens {params.max_tokens}"
         " --near-duplicate-threshold {params.threshold} --held-out-fraction {params.held_out}"
         " --cache results/cache --out {output.pool} --rejected {output.rejected} > {log} 2>&1"
 

@@ -26,6 +26,7 @@ rule report:
                 "lengths",
                 "prompts",
                 "step_cost",
+                "load",
                 "training",
                 "summary_table",
                 "pay_table",
@@ -90,6 +91,12 @@ rule report:
             category="3 Cost",
             labels={"what": "cost of a step", "kind": "figure"},
         ),
+        load=report(
+            "results/report/load.svg",
+            caption="../report/load.rst",
+            category="3 Cost",
+            labels={"what": "speed-up under load", "kind": "figure"},
+        ),
         prompts=report(
             "results/report/prompts.svg",
             caption="../report/prompts.rst",
@@ -117,7 +124,7 @@ rule report:
         data_curve=data_curve_option(),
         data_curve_content=data_curve_content(),
     shell:
-        "{params.python} {input.script[0]} --comparison results/comparison --manifests {input.manifests}"
+        "{params.python} {input.script[0]} --comparison results/comparison --manifests {input.manifests:q}"
         " --locks {input.locks}"
         " --stepcost {input.step_costs} --training {params.training} --offline {params.held_out}"
         " {params.data_curve}"

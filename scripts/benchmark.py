@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from breakeven import artefacts, benchmark, chat, cli, conversations, engines, servers, tables, target
+from breakeven import artefacts, benchmark, chat, cli, conversations, engines, load, servers, tables, target
 
 
 def main() -> None:
@@ -46,11 +46,14 @@ def main() -> None:
     if reason:
         raise cli.UserError(f"arm {arm['name']}: {reason}")
     settings["flags"] = settings.get("flags", {}) | arm.get("flags", {})
+    reason = load.refuse(vars(protocol), engine, settings["flags"])
+    if reason:
+        raise cli.UserError(f"arm {arm['name']}, protocol {protocol.name}: {reason}")
     check = artefacts.read_json(args.check) if args.check else {"ok": True, "findings": []}
     found: dict[str, Any] = {"findings": check["findings"]}
     if not check["ok"]:
         found["unmeasured"] = "preflight"
-    elif args.further and arm["name"] not in artefacts.read_json(args.further):
+    elif args.further and arm["name"] not in artefacts.read_json(args.further)["arms"]:
         found["unmeasured"] = "decided"
     installed = engines.facts(args.engine_python, arm["engine"])
     rows = []
@@ -86,6 +89,7 @@ def main() -> None:
         counts={"requests": len(rows), "completion_tokens": sum(row["completion_tokens"] for row in rows)},
         versions=installed["versions"],
         machine=benchmark.machine(),
+        files=artefacts.hashes(args.out),
         **found,
     )
 
@@ -103,18 +107,26 @@ def serve(args, engine, speculation, protocol, supported: set[str]) -> tuple[lis
     with servers.speculating(
         engine, args.engine_python, args.target, speculation, settings, supported, args.hardware, log
     ) as server:
-        client = benchmark.Client(engine, server.url, server.name)
+        clients = [benchmark.Client(engine, server.url, server.name, server.key) for _ in range(protocol.concurrency)]
+        client = clients[0]
         running = engine.check_settings(
             client.session, server.url, str(args.target), speculation, settings["flags"], log
         )
         benchmark.check_template(client, benchmark.WARM_UP, warm_up, kwargs)
         # Until caches, allocators and thread pools have settled, a request is slower than the ones behind it.
         generated = client.counters().completion_tokens
+        short = protocol.sampling() | {"max_tokens": 32}
         for _ in range(2):
-            reply, _, _ = client.stream(warm_up, protocol.sampling() | {"max_tokens": 32})
+            reply, _, _ = client.stream(warm_up, short)
             generated += len(reply.token_ids)
+        if protocol.concurrency > 1:
+            replies = benchmark.closed_loop(clients, [warm_up] * protocol.concurrency, short)
+            generated += sum(len(reply.token_ids) for _, reply, _, _ in replies)
         client.settled_counters(generated)
-        rows, counters = benchmark.measure(client, protocol, asked, speculation)
+        if protocol.concurrency > 1:
+            rows, counters = benchmark.measure_load(clients, protocol, asked, speculation)
+        else:
+            rows, counters = benchmark.measure(client, protocol, asked, speculation)
         sanity = benchmark.sanity(client, rows)
     facts = {
         "command": server.command,

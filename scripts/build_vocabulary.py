@@ -46,6 +46,7 @@ def main() -> None:
             "distinct_training_tokens": int((training > 0).sum()),
         },
         coverage=shares,
+        files=artefacts.hashes(args.out),
     )
     cli.logger.info("draft vocabulary: %d of %d ids, coverage %s", args.size, size, shares)
 

@@ -15,7 +15,7 @@ import textwrap
 from pathlib import Path
 
 from breakeven import cli, conventions, findings, installed, preflight
-from breakeven.artefacts import write_json
+from breakeven.artefacts import OWN_SHA256, write_json
 
 
 class ListChecks(argparse.Action):
@@ -78,6 +78,7 @@ def check(args: argparse.Namespace) -> int:
                 "ok": not errors,
                 "drafter": preflight.summary(case),
                 "findings": [finding.as_json() for finding in found],
+                OWN_SHA256: "",
             },
         )
     show(found, case)

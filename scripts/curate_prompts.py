@@ -69,7 +69,7 @@ def main() -> None:
         inputs=inputs,
         counts=counts,
         versions={name: version(name) for name in ("transformers", "tokenizers", "datasketch", "py3langid")},
-        outputs={path.name: artefacts.sha256(path) for path in (args.out, args.rejected)},
+        outputs=artefacts.hashes(args.out, args.rejected),
     )
     cli.logger.info("%d in, %d kept, rejected: %s", counts["in"], counts["kept"], counts["rejected"])
 

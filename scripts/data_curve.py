@@ -56,6 +56,7 @@ def main() -> None:
         inputs=inputs | ({"comparison": args.summary} if args.summary else {}),
         counts={"conversations": curves[0].conversations},
         step_costs={engine: {"source": cost.source, "rho": cost.known()} for engine, cost in costs.items()},
+        files=artefacts.hashes(args.out),
     )
     cli.logger.info("\n%s", text)
 

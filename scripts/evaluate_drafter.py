@@ -52,6 +52,7 @@ def main() -> None:
         parameters={"max_k": args.max_k, "sequences": "greedy held-out" if greedy else "all held-out"},
         inputs=hidden_states.input_manifests(args) | {"drafter": args.checkpoint / "config.json"},
         counts={"sequences": len(chosen), "rows": sum(len(m.matched) for m in found)},
+        files=artefacts.hashes(args.out, *([args.by_sequence] if args.by_sequence else [])),
     )
     for k in range(1, args.max_k + 1):
         marginal = [f"{row['marginal']:.3f}" for row in rows if row["k"] == k]

@@ -64,6 +64,7 @@ def main() -> None:
             tensors = hidden_states.extract(capture, prompt_ids, response_ids, args.batch_tokens, args.device) | about
             save_file(hidden_states.encode_shard(tensors, args.codec), temporary)
         else:
+            artefacts.verify_folder(args.target)
             engine = engines.engine(args.engine)
             engines.prepare(engine, args.device, args.environment)
             versions = engines.versions(args.engine)
@@ -105,6 +106,7 @@ def main() -> None:
         },
         canary={"greedy_share": round(share, 4), "required": args.canary if greedy else None},
         versions=versions,
+        files=artefacts.hashes(args.out),
     )
 
 

@@ -10,7 +10,7 @@ final verdict (stats.enough), so stopping at the first decision keeps its error 
 from pathlib import Path
 
 from breakeven import cli, comparison
-from breakeven.artefacts import write_json
+from breakeven.artefacts import OWN_SHA256, write_json
 
 
 def main() -> None:
@@ -18,11 +18,11 @@ def main() -> None:
     parser.add_argument("--benchmarks", type=Path, required=True, help="folder with one folder of passes per arm")
     parser.add_argument("--arms", nargs="+", required=True, metavar="ARM", help="arms of one engine and protocol")
     parser.add_argument("--number", type=int, required=True, help="the pass in question")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write: a list of arms")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write: the arms")
     args = parser.parse_args()
     arms = [comparison.read_arm(args.benchmarks, name, args.number - 1) for name in args.arms]
     needed = comparison.undecided(arms)
-    write_json(args.out, needed)
+    write_json(args.out, {"arms": needed, OWN_SHA256: ""})
     cli.logger.info("pass %d is for: %s", args.number, ", ".join(needed) or "none, all are decided")
 
 

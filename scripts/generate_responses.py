@@ -41,6 +41,7 @@ def main() -> None:
 
     engine = engines.engine(args.engine)
     engines.prepare(engine, args.hardware, args.environment)
+    artefacts.verify_folder(args.target)
     pool = artefacts.read_table(args.pool, tables.PROMPTS)
     shard = responses.shard_of(pool, args.start, args.count, args.samples_per_prompt)
     tokenizer = chat.load_tokenizer(args.target)
@@ -108,7 +109,7 @@ def main() -> None:
             "stopped": sum(row["finish_reason"] == "stop" for row in rows),
         },
         versions=engines.versions(args.engine),
-        files={args.out.name: artefacts.sha256(args.out)},
+        files=artefacts.hashes(args.out),
     )
     partial.remove()
 

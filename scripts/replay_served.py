@@ -32,7 +32,7 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
 
-    served = artefacts.read_table(args.served, tables.BENCHMARK)
+    served = first_of_each_prompt(artefacts.read_table(args.served, tables.BENCHMARK))
     if not served.num_rows:
         unserved(args)
         return
@@ -63,7 +63,8 @@ def main() -> None:
     }
     rows = walk.table(found, [args.k], "served")
     artefacts.write_table(args.out, rows, tables.OFFLINE)
-    artefacts.write_manifest(artefacts.manifest_path(args.out), "offline", **provenance)
+    files = artefacts.hashes(args.out)
+    artefacts.write_manifest(artefacts.manifest_path(args.out), "offline", **provenance, files=files)
     marginal = " ".join(f"{row['marginal']:.3f}" for row in rows)
     cli.logger.info("offline on served outputs: acceptance length %.2f, %s", rows[0]["acceptance_length"], marginal)
     if not args.what_if:
@@ -74,9 +75,23 @@ def main() -> None:
     by_output = {
         name: dict(zip(prompt_ids, counts, strict=True)) for name, counts in whatif.by_output(walks, args.k).items()
     }
-    artefacts.write_manifest(artefacts.manifest_path(args.what_if), "what_if", **provenance, by_output=by_output)
+    artefacts.write_manifest(
+        artefacts.manifest_path(args.what_if),
+        "what_if",
+        **provenance,
+        by_output=by_output,
+        files=artefacts.hashes(args.what_if),
+    )
     for row in rows[:: args.k]:
         cli.logger.info("what if %s: acceptance length %.2f", row["hypothesis"], row["acceptance_length"] or math.nan)
+
+
+def first_of_each_prompt(served):
+    """A pass without repeats: under load a prompt may be asked several times."""
+    first: dict[str, int] = {}
+    for i, prompt in enumerate(served["prompt_id"].to_pylist()):
+        first.setdefault(prompt, i)
+    return served.take(list(first.values()))
 
 
 def unserved(args) -> None:
@@ -85,8 +100,9 @@ def unserved(args) -> None:
         if path:
             artefacts.write_table(path, [], schema)
             artefacts.write_manifest(
-                artefacts.manifest_path(path), artefact, parameters={"k": args.k}, inputs={"served": args.served}
-            )
+                artefacts.manifest_path(path), artefact, parameters={"k": args.k}, inputs={"served": args.served},
+                files=artefacts.hashes(path),
+            )  # fmt: skip
     cli.logger.info("%s holds no request: there is nothing to replay", args.served)
 
 

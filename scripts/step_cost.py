@@ -11,6 +11,7 @@ the other. --show prints what an earlier measurement means, for --curve too: mar
 """
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -56,7 +57,8 @@ def main() -> None:
             engine, args.engine_python, args.target, speculation, args.engine_settings | {"environment": own},
             set(facts["optional_flags"]), args.hardware, log,
         ) as server:  # fmt: skip
-            return steptimes.measure(engine, server.url, server.name, size, settings, speculation.k)
+            client = functools.partial(benchmark.Client, engine, server.url, server.name, server.key)
+            return steptimes.measure(client, size, settings, speculation.k)
 
     def drafting(k: int, **options) -> Speculation:
         return Speculation("eagle3", k, str(args.checkpoint), options)
@@ -93,6 +95,7 @@ def main() -> None:
         machine=benchmark.machine(),
         drift=drift,
         cross_check=forced,
+        files=artefacts.hashes(args.out),
     )
     with artefacts.atomic(args.out.with_suffix(".txt")) as temporary:
         temporary.write_text(text)

@@ -33,7 +33,7 @@ from breakeven.drafter import (
 from breakeven.provenance import check_chain
 from breakeven.vocabulary import target_ids
 
-VOLATILE = ("training.parquet", "speed.json")  # what the manifest does not vouch for: speed differs from run to run
+VOLATILE = ("speed.json",)  # what the manifest does not vouch for: speed differs from run to run
 
 
 def main() -> None:
@@ -82,6 +82,7 @@ def train(args: argparse.Namespace, own: ranks.Ranks) -> None:
     config = target.text_config(args.target)
     layers = layers_option(args.layers, config["num_hidden_layers"])
     sequences = hidden_states.open_sequences(args, layers, args.device, args.batch_tokens)
+    artefacts.verify(args.vocabulary)
     maps = load_file(args.vocabulary)
     ids = torch.from_numpy(target_ids(maps["d2t"]))
     names = target_tensor_names(config)

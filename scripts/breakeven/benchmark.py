@@ -1,10 +1,13 @@
-"""Measuring one arm once: every prompt of a protocol, one stream, against a running server."""
+"""Measuring one arm once: every prompt of a protocol against a running server, one stream or several requests at once."""
 
 import hashlib
 import json
 import platform
+import queue
 import subprocess
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -13,10 +16,12 @@ from typing import Any
 import psutil
 import requests
 
+from breakeven import load
 from breakeven.acceptance import from_histogram
 from breakeven.cli import Progress, UserError, logger
 from breakeven.engines import Counters, Reply, Speculation
 from breakeven.sanity import degenerate
+from breakeven.servers import session
 
 SETTLE_S = 5.0
 LEAST_MEAN_LOG_PROBABILITY = -5.0
@@ -33,6 +38,8 @@ class Protocol:
     temperature: float
     seed: int = 0
     ignore_eos: bool = False
+    concurrency: int = 1  # requests in flight
+    requests: int | None = None  # of a pass; see load.requests
 
     def sampling(self) -> dict[str, Any]:
         return {
@@ -46,33 +53,40 @@ class Protocol:
 class Client:
     """Requests to one server, one after another."""
 
-    def __init__(self, engine: ModuleType, url: str, model: str, timeout_s: float = 600):
+    def __init__(self, engine: ModuleType, url: str, model: str, key: str | None = None, timeout_s: float = 600):
         self.engine, self.url, self.model, self.timeout_s = engine, url, model, timeout_s
-        self.session = requests.Session()
+        self.session = session(key)
 
     def counters(self) -> Counters:
         response = self.session.get(f"{self.url}/metrics", timeout=30)
-        response.raise_for_status()
+        if response.status_code != 200:
+            raise UserError(f"the server answered /metrics with {response.status_code}: {response.text[:500]}")
         return self.engine.read_counters(response.text, self.model)
 
     def stream(self, prompt: list[int], sampling: dict[str, Any]) -> tuple[Reply, float, float]:
-        """One streaming request: (reply, seconds to the first token, seconds to the last token)."""
+        """One streaming request: (reply, seconds to the first token, seconds to the last token).
+
+        A server that refuses, falls silent, sends what is no event, or ends without a finish reason is a UserError.
+        """
         path, body = self.engine.request(self.model, prompt, sampling)
         reply, first, last = Reply(), 0.0, 0.0
         start = time.perf_counter()
-        with self.session.post(self.url + path, json=body, stream=True, timeout=self.timeout_s) as response:
-            if response.status_code != 200:
-                raise UserError(f"the server refused a request with {response.status_code}: {response.text[:500]}")
-            for line in response.iter_lines():
-                if not line.startswith(b"data: ") or line == b"data: [DONE]":
-                    continue
-                before = len(reply.token_ids)
-                self.engine.read_event(json.loads(line[6:]), reply)
-                if len(reply.token_ids) > before:
-                    last = time.perf_counter() - start
-                    first = first or last
-        if not reply.token_ids:
-            raise UserError("the server ended a stream without a token; see the server log")
+        try:
+            with self.session.post(self.url + path, json=body, stream=True, timeout=self.timeout_s) as response:
+                if response.status_code != 200:
+                    raise UserError(f"the server refused a request with {response.status_code}: {response.text[:500]}")
+                for line in response.iter_lines():
+                    before = len(reply.token_ids)
+                    read_line(self.engine, line, reply)
+                    if len(reply.token_ids) > before:
+                        last = time.perf_counter() - start
+                        first = first or last
+        except (requests.Timeout, requests.ConnectionError) as error:
+            # A read that times out inside a stream comes as a ConnectionError.
+            if not isinstance(error, requests.Timeout) and "timed out" not in str(error):
+                raise
+            raise UserError(f"the server sent nothing for {self.timeout_s:g} s; see the server log") from None
+        check_reply(reply)
         return reply, first, last
 
     def settled_counters(self, completion_tokens: int) -> Counters:
@@ -87,6 +101,33 @@ class Client:
     def mean_log_probability(self, prompt: list[int], output: list[int]) -> float:
         """Mean log-probability (nats per token) that the server's own target gives to an output."""
         return self.engine.score(self.session, self.url, self.model, prompt, output)
+
+
+def read_line(engine: ModuleType, line: bytes, reply: Reply) -> None:
+    """Add one line of a stream of server-sent events to a reply; one that no engine sends is a UserError."""
+    if not line.startswith(b"data: ") or line == b"data: [DONE]":
+        return
+    try:
+        engine.read_event(json.loads(line[6:]), reply)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"the server sent an event that cannot be read ({type(error).__name__}: {error}): {line[:200]!r}"
+        ) from None
+
+
+def check_reply(reply: Reply) -> None:
+    """A whole answer has tokens and a finish reason, and its numbers are numbers; else a UserError."""
+    if not reply.token_ids:
+        raise UserError("the server ended a stream without a token; see the server log")
+    if reply.finish_reason is None:
+        raise UserError(
+            f"the server ended a stream after {len(reply.token_ids)} tokens without a finish reason: only a part of the"
+            " answer arrived; see the server log"
+        )
+    counts = [value for value in (reply.completion_tokens, reply.cached_tokens, reply.drafted) if value is not None]
+    for value in [*reply.token_ids, *(reply.histogram or []), *counts]:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise UserError(f"the server sent {value!r} where a count or a token id was expected; see the server log")
 
 
 def check_template(client: Client, messages: list[dict[str, str]], ours: list[int], kwargs: dict[str, Any]) -> None:
@@ -121,25 +162,111 @@ def measure(
             after = client.settled_counters(before.completion_tokens + len(reply.token_ids))
             delta, before = after - before, after
             check_tokens(prompt["prompt_id"], reply, delta)
-            rows.append(
-                {
-                    "prompt_id": prompt["prompt_id"],
-                    "prompt_tokens": len(prompt["token_ids"]),
-                    "cached_tokens": reply.cached_tokens,
-                    "completion_tokens": len(reply.token_ids),
-                    "prompt_token_ids": prompt["token_ids"],
-                    "output_token_ids": reply.token_ids,
-                    "text": reply.text,
-                    "finish_reason": reply.finish_reason,
-                    "sent_at": sent,
-                    "ttft_s": first,
-                    "e2e_s": last,
-                    **acceptance(prompt["prompt_id"], reply, delta, speculation.k, every_step),
-                }
-            )
-            rate = (len(reply.token_ids) - 1) / (last - first) if last > first else float("nan")
-            progress.add(1, f"{rate:.1f} tok/s")
+            spoken = acceptance(prompt["prompt_id"], reply, delta, speculation.k, every_step)
+            rows.append(_row(prompt, sent, reply, first, last) | spoken)
+            progress.add(1, _rate(reply, first, last))
     return rows, vars(before - start)
+
+
+def _row(prompt: dict[str, Any], sent: float, reply: Reply, first: float, last: float) -> dict[str, Any]:
+    return {
+        "prompt_id": prompt["prompt_id"],
+        "prompt_tokens": len(prompt["token_ids"]),
+        "cached_tokens": reply.cached_tokens,
+        "completion_tokens": len(reply.token_ids),
+        "prompt_token_ids": prompt["token_ids"],
+        "output_token_ids": reply.token_ids,
+        "text": reply.text,
+        "finish_reason": reply.finish_reason,
+        "sent_at": sent,
+        "ttft_s": first,
+        "e2e_s": last,
+    }
+
+
+def _rate(reply: Reply, first: float, last: float) -> str:
+    rate = (len(reply.token_ids) - 1) / (last - first) if last > first else float("nan")
+    return f"{rate:.1f} tok/s"
+
+
+def closed_loop(
+    clients: Sequence[Client], prompts: Sequence[list[int]], sampling: dict[str, Any]
+) -> Iterator[tuple[float, Reply, float, float]]:
+    """Ask for `prompts` in their order with one request of each client in flight: the next starts when one ends.
+
+    Yields (when it was sent, what `stream` returns) in the order of the prompts. After an error no request is started.
+    """
+    free: queue.SimpleQueue[Client] = queue.SimpleQueue()
+    for client in clients:
+        free.put(client)
+
+    def ask(prompt: list[int]) -> tuple[float, Reply, float, float]:
+        client = free.get()
+        try:
+            sent = time.time()
+            return sent, *client.stream(prompt, sampling)
+        finally:
+            free.put(client)
+
+    pool = ThreadPoolExecutor(len(clients))
+    try:
+        yield from pool.map(ask, prompts)
+    finally:
+        # What is in flight after an error or a signal is not waited for: the server is stopped, and it ends with that.
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def measure_load(
+    clients: Sequence[Client], protocol: Protocol, prompts: list[dict[str, Any]], speculation: Speculation
+) -> tuple[list[dict[str, Any]], dict]:
+    """Measure with a request of each client in flight; prompts are repeated in their order, see `load.requests`.
+
+    As `measure`, with one row per request. Counters mix what runs at once, so a request's acceptance is what the engine
+    reports of it, and the counters over the whole pass must agree. An engine whose counters alone know it leaves the
+    columns empty: acceptance is then known per pass, from the counters.
+    """
+    k, every_step = speculation.k, speculation.method not in clients[0].engine.SKIPS_UNDRAFTED
+    count = load.requests(len(prompts), vars(protocol))
+    asked = [prompts[i % len(prompts)] for i in range(count)]
+    before = clients[0].counters()
+    answers = []
+    with Progress(count, "requests", f"benchmark, {len(clients)} at once", every=0) as progress:
+        for sent, *answer in closed_loop(clients, [prompt["token_ids"] for prompt in asked], protocol.sampling()):
+            answers.append((sent, *answer))
+            progress.add(1, _rate(*answer))
+    replies = [reply for _, reply, _, _ in answers]
+    received = sum(len(reply.token_ids) for reply in replies)
+    total = clients[0].settled_counters(before.completion_tokens + received) - before
+    check_totals(replies, total, k)
+    per_pass = total.accepted is not None and all(reply.histogram is None for reply in replies)
+    alone = Counters(steps=None, drafted=None, accepted=None, accepted_per_position=None)
+    rows = [
+        _row(prompt, *answer) | acceptance(prompt["prompt_id"], reply, alone, 0 if per_pass else k, every_step)
+        for prompt, reply, answer in zip(asked, replies, answers, strict=True)
+    ]
+    return rows, vars(total)
+
+
+def check_totals(replies: Sequence[Reply], total: Counters, k: int) -> None:
+    """What all requests of a pass say together and what the server counted must be the same numbers."""
+    received = sum(len(reply.token_ids) for reply in replies)
+    said = sum(
+        len(reply.token_ids) if reply.completion_tokens is None else reply.completion_tokens for reply in replies
+    )
+    pairs = {"tokens": (received, total.completion_tokens), "tokens in the usage": (said, received)}
+    histograms = [reply.histogram for reply in replies if reply.histogram is not None]
+    if k and histograms:
+        pairs["verification steps"] = sum(map(sum, histograms)), total.steps
+        pairs["accepted tokens"] = (
+            sum(a * n for histogram in histograms for a, n in enumerate(histogram)),
+            total.accepted,
+        )
+    for name, (ours, theirs) in pairs.items():
+        if theirs not in (None, ours):
+            raise UserError(
+                f"{len(replies)} requests together have {ours} {name}, the server counted {theirs}; is something else"
+                " using this server?"
+            )
 
 
 def check_tokens(prompt_id: str, reply: Reply, delta: Counters) -> None:
@@ -202,6 +329,8 @@ def sanity(client: Client, rows: list[dict[str, Any]]) -> dict[str, dict[str, An
     """
     found = {}
     for row in rows:
+        if row["prompt_id"] in found:  # repeated under load
+            continue
         score = client.mean_log_probability(row["prompt_token_ids"], row["output_token_ids"])
         problem = degenerate(row["output_token_ids"])
         if score is not None and score < LEAST_MEAN_LOG_PROBABILITY:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from breakeven import artefacts, configuration, conventions, selection
+from breakeven import artefacts, configuration, conventions, load, selection
 from breakeven.cli import UserError
 
 GB = 1e9
@@ -82,6 +82,7 @@ def outputs(config: dict[str, Any]) -> dict[str, list[str]]:
         "extract_hidden_states": []
         if online(config)
         else [f"hidden_states/shard-{shard}.safetensors" for shard in shards],
+        "check_parity": [f"parity/{engine}.json" for engine in configuration.parity_engines(config)],
         "build_vocabulary": [f"drafters/{name}/vocabulary.safetensors" for name in trained],
         "train_drafter": [f"drafters/{name}/checkpoint/manifest.json" for name in trained],
         "evaluate_drafter": [f"drafters/{name}/offline.parquet" for name in walked],
@@ -147,12 +148,13 @@ def plan(config: dict[str, Any], found: Found) -> Plan:
         elif name == "benchmark":
             arms = [config["arms"][Path(file).parts[1]] for file in todo]
             stage.tokens = sum(
-                found.prompts.get(arm["protocol"], 0) * config["protocols"][arm["protocol"]]["max_tokens"]
+                load.requests(found.prompts.get(arm["protocol"], 0), protocol) * protocol["max_tokens"]
                 for arm in arms
+                for protocol in [config["protocols"][arm["protocol"]]]
             )
             stage.loads = len(todo)
             stage.gpus = max((configuration.gpus(config, name, arm) for arm in config["arms"].values()), default=0)
-        elif name == "replay_served" or (name == "evaluate_drafter" and online(config)):
+        elif name in ("replay_served", "check_parity") or (name == "evaluate_drafter" and online(config)):
             stage.loads = len(todo)
         if name in TIMED:
             notes += _time(stage, config, found, stated)
@@ -324,7 +326,9 @@ def survey(config: dict[str, Any], results: Path, logs: Path, resources: Path) -
             manifest = artefacts.read_manifest(artefacts.manifest_path(results / file), "benchmark")
             if "server" in manifest:
                 startup.setdefault(manifest["parameters"]["engine"], []).append(manifest["server"]["startup_s"])
-                seconds = sum(artefacts.read_table(results / file)["e2e_s"].to_pylist())
+                rows = artefacts.read_table(results / file)
+                begins, lasted = rows["sent_at"].to_pylist(), rows["e2e_s"].to_pylist()
+                seconds, _ = load.in_flight(begins, [a + b for a, b in zip(begins, lasted, strict=True)], 1)
                 jobs.append((manifest["counts"]["completion_tokens"], seconds))
     _rate(found, "benchmark", jobs)
     found.startup_seconds = {engine: sum(seconds) / len(seconds) for engine, seconds in startup.items()}

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from breakeven import artefacts
 from breakeven.cli import UserError
 
 
@@ -16,8 +17,11 @@ def load_tokenizer(target: Path | str):
     target = Path(target)
     if not any(target.glob("tokenizer*")) and not any(target.glob("vocab*")):
         raise UserError(f"{target}: this folder has no tokenizer (tokenizer.json); give the folder of the whole target")
+    for path in target.iterdir():
+        if path.suffix != ".safetensors":
+            artefacts.verify(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a broken tokenizer file raises whatever its reader raises
         raise UserError(f"{target}: its tokenizer cannot be read ({str(error).splitlines()[0][:300]})") from None
     if not tokenizer.chat_template:

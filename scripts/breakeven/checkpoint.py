@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -123,10 +122,11 @@ def layers(folder: Path, config: dict[str, Any], n_layers: int) -> list[int]:
 
 def load(folder: Path, target_folder: Path, device: str) -> tuple[Drafter, Tensor]:
     """Load a checkpoint for offline use: (drafter in float32, target ids [D] int64 of its draft vocabulary)."""
+    artefacts.verify_folder(folder)
     shape = read_config(folder, target_folder)
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
+        with artefacts.open_tensors(path) as file:
             tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     d2t = tensors.pop("d2t", None)
     tensors.pop("t2d", None)

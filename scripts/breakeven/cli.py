@@ -12,10 +12,13 @@ A script of this project is a thin command line over the library:
 
 import argparse
 import logging
+import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 logger = logging.getLogger("breakeven")
 
@@ -36,23 +39,61 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def run(main: Callable[[], int | None]) -> None:
     """Run a script's main function and exit: 0 done, 1 a UserError or a full disk, 130 interrupted.
 
-    SIGTERM is turned into SystemExit, so that `finally` blocks stop servers and remove partial files.
+    SIGTERM is turned into SystemExit, so that `finally` blocks stop servers and remove partial files. A job ends with the
+    Snakemake that started it (BREAKEVEN_PARENT, set in rules/common.smk), which cannot stop it once it has been killed.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    parent = os.environ.get("BREAKEVEN_PARENT", "")
+    if parent.isdigit():
+        threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
     try:
         sys.exit(main())
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
-    except OSError as error:
-        if error.errno not in (28, 122):  # ENOSPC, EDQUOT
+    except Exception as error:
+        # torch.save hides what stopped it behind an error of its own.
+        first = next(
+            (e for e in _chain(error) if isinstance(e, (SystemExit, KeyboardInterrupt)) or _disk_is_full(e)), None
+        )
+        if first is None:
             raise
-        where = f" while writing {error.filename}" if error.filename else ""
+        if isinstance(first, SystemExit):
+            sys.exit(first.code)
+        if isinstance(first, KeyboardInterrupt):
+            sys.exit(130)
+        where = f" while writing {first.filename}" if getattr(first, "filename", None) else ""
         print(f"error: the disk is full{where}; free some space and run the same command again", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, and those that were being handled when it was raised."""
+    while error is not None:
+        yield error
+        error = error.__context__
+
+
+def _disk_is_full(error: BaseException) -> bool:
+    """ENOSPC or EDQUOT; safetensors says it in an exception of its own."""
+    return getattr(error, "errno", None) in (28, 122) or "No space left on device" in str(error)
+
+
+def _end_with(parent: int, poll_s: float = 1.0, grace_s: float = 60.0) -> None:
+    """Send SIGTERM to this process once `parent` is gone, and end it after a grace period; Linux."""
+    stat = Path(f"/proc/{parent}/stat")
+    try:
+        while stat.read_text().rpartition(")")[2].split()[0] not in "XZ":
+            time.sleep(poll_s)
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    logger.warning("the Snakemake that started this job is gone, so it stops")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(grace_s)
+    os._exit(143)
 
 
 class Progress:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from breakeven import acceptance, artefacts, stats, stepcost, tables, verdict
+from breakeven import acceptance, artefacts, load, stats, stepcost, tables, verdict
 from breakeven.cli import UserError
 from breakeven.sanity import degenerate
 
@@ -26,6 +26,7 @@ EXPECTATIONS = Path(__file__).parents[2] / "resources" / "expectations.json"
 
 LENGTH_DRIFT = 0.10  # mean output lengths may differ by this share
 CACHE_DRIFT = 0.05  # shares of cached prompt tokens may differ by this much
+FULL_SHARE = 0.5  # of a pass under load with all requests in flight; a smaller one is remarked on
 DEGENERATE_SHARE = 0.20  # this share of outputs may be degenerate; a small greedy model loops now and then
 
 REASONS = {
@@ -50,7 +51,10 @@ REASONS = {
 
 @dataclass
 class Arm:
-    """One arm: what its manifests say, and its requests, one row each, sorted by prompt and pass."""
+    """One arm: what its manifests say, and its requests, one row each, sorted by prompt and pass.
+
+    Under load a prompt may be asked several times in a pass; the first of them stays the first.
+    """
 
     name: str
     manifests: dict[int, dict[str, Any]]  # by pass number
@@ -89,20 +93,59 @@ class Arm:
         """What an arm shares with its baseline, by the id of the reason that applies if it does not."""
         first = next(iter(self.manifests.values()))
         return {
-            "other-sampling": {k: v for k, v in self.protocol.items() if k != "passes"},
+            "other-sampling": {"concurrency": 1, "requests": None}
+            | {k: v for k, v in self.protocol.items() if k != "passes"},
             "other-machine": first["machine"]["fingerprint"],
             "other-version": dict(first["versions"]),
             "other-flags": {key: self.parameters.get(key) or {} for key in ("flags", "environment")},
         }
 
+    @property
+    def concurrency(self) -> int:
+        """Requests in flight at once."""
+        return load.concurrency(self.protocol)
+
     def rates(self, prompts: Sequence[str]) -> np.ndarray:
-        """Decode tokens per second, float64 [prompts, passes]."""
-        return (
-            self.requests.pivot(index="prompt_id", columns="pass_number", values="rate").loc[list(prompts)].to_numpy()
+        """Decode tokens per second, float64 [prompts, passes]; of a prompt asked several times in a pass, over all of it."""
+        decoded = self.requests["completion_tokens"] - 1
+        seconds = self.requests["e2e_s"] - self.requests["ttft_s"]
+        sums = (
+            pd.DataFrame({"decoded": decoded, "seconds": seconds})
+            .groupby([self.requests["prompt_id"], self.requests["pass_number"]])
+            .sum()
         )
+        return (sums["decoded"] / sums["seconds"]).unstack().loc[list(prompts)].to_numpy()
+
+    @property
+    def in_flight(self) -> dict[str, float]:
+        """tokens_per_second of the server, all requests together, while one was in flight, and the share of that time with
+        all of them in flight; over all passes."""
+        spans = []
+        for _, rows in self.requests.groupby("pass_number"):
+            spans.append(load.in_flight(rows["sent_at"], rows["sent_at"] + rows["e2e_s"], self.concurrency))
+        busy, full = (sum(values) for values in zip(*spans, strict=True))
+        if not busy:
+            return {"tokens_per_second": math.nan, "full_share": math.nan}
+        return {"tokens_per_second": self.total("completion_tokens") / busy, "full_share": full / busy}
+
+    @property
+    def per_pass(self) -> list[dict[str, Any]] | None:
+        """Counters of the passes, where acceptance is known from them alone: under load, nothing reported per request."""
+        if self.k == 0 or self.requests["steps"].notna().any():
+            return None
+        counters = [(manifest.get("server") or {}).get("counters") or {} for manifest in self.manifests.values()]
+        return counters if all(of_pass.get("steps") for of_pass in counters) else None
+
+    @property
+    def first_pass(self) -> pd.DataFrame:
+        """The requests of the first pass, of each prompt the first one: what `replay_served` walks along."""
+        first = self.requests[self.requests["pass_number"] == min(self.manifests)]
+        return first.drop_duplicates("prompt_id")
 
     def total(self, column: str) -> int | None:
         """Sum over all requests; None where nothing was recorded."""
+        if column in ("steps", "drafted", "accepted") and self.per_pass:
+            return sum(of_pass[column] for of_pass in self.per_pass)
         values = self.requests[column].dropna()
         return int(values.sum()) if len(values) else None
 
@@ -110,6 +153,8 @@ class Arm:
     def accepted_per_position(self) -> list[int] | None:
         """Sums over all requests, padded to K positions; None where nothing was recorded."""
         rows = [row for row in self.requests["accepted_per_position"] if row is not None]
+        if self.per_pass:
+            rows = [of_pass["accepted_per_position"] for of_pass in self.per_pass]
         if not rows:
             return None
         width = max(self.k, *(len(row) for row in rows))
@@ -133,10 +178,11 @@ class Arm:
 
     @property
     def outputs(self) -> dict[int, dict[str, list[int]]]:
-        """Output token ids by pass and prompt."""
+        """Output token ids by pass and prompt, the first of a prompt asked several times."""
+        first = self.requests.drop_duplicates(["prompt_id", "pass_number"])
         return {
             int(number): dict(zip(rows["prompt_id"], map(list, rows["output_token_ids"]), strict=True))
-            for number, rows in self.requests.groupby("pass_number")
+            for number, rows in first.groupby("pass_number")
         }
 
 
@@ -168,9 +214,10 @@ def read_arm(benchmarks: Path | str, name: str, passes: int | None = None) -> Ar
             raise UserError(f"{path}: no request in it; delete the file and run the benchmark again")
         rows = table.to_pandas()
         repeated = rows["prompt_id"][rows["prompt_id"].duplicated()]
-        if len(repeated):
+        if len(repeated) and load.concurrency(manifest["parameters"]["protocol"]) == 1:
             raise UserError(f"{path}: prompt {repeated.iloc[0]!r} was measured twice in one pass; run the pass again")
         frames.append(rows.assign(pass_number=number))
+    # Sorting by several columns is stable.
     requests = pd.concat(frames, ignore_index=True).sort_values(["prompt_id", "pass_number"], ignore_index=True)
     tokens = requests["completion_tokens"].to_numpy(float)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -476,10 +523,9 @@ def step_cost_of(arm: Arm, step_cost: Mapping[str, Measured]) -> tuple[stepcost.
     differ = [name for name, (a, b) in other.items() if a != b]
     if differ:
         return None, [f"the step cost was measured with another {' and '.join(differ)}, so no speed-up is predicted"]
-    concurrency = int(arm.protocol.get("concurrency") or 1)
-    rows = measured.rows[measured.rows["concurrency"] == concurrency]
+    rows = measured.rows[measured.rows["concurrency"] == arm.concurrency]
     if rows.empty:
-        return None, [f"the step cost was not measured at concurrency {concurrency}, so no speed-up is predicted"]
+        return None, [f"the step cost was not measured at concurrency {arm.concurrency}, so no speed-up is predicted"]
     return stepcost.StepCost(list(zip(rows["k"], rows["rho"], strict=True)), "step cost"), []
 
 
@@ -497,6 +543,7 @@ class Comparison:
     requests: list[dict[str, Any]]
     details: dict[str, dict[str, Any]]
     between_engines: list[dict[str, Any]] = field(default_factory=list)
+    under_load: list[dict[str, Any]] = field(default_factory=list)
 
 
 def compare(
@@ -555,6 +602,7 @@ def compare(
             "warnings": warnings,
             "noise_floor": _finite(math.expm1(speedup.floor)) if speedup else None,
             "cached_share": arm.cached_share,
+            "full_share": _finite(arm.in_flight["full_share"]),
             "degenerate_share": float(arm.requests["degenerate"].notna().mean()),
             "lossless": lossless,
         } | _details(arm)
@@ -578,7 +626,47 @@ def compare(
             }
         del row["predicted_rho"]
     result.between_engines = between_engines(arms)
+    result.under_load = under_load(arms, result.summary)
     return result
+
+
+def under_load(arms: Sequence[Arm], summary: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """How the speed-up changes with the load: an entry for each set of arms that differ in their concurrency alone.
+
+    points: from the rows of the summary and of their baselines, by concurrency. crossing, between, estimate: see
+    load.crossing.
+    """
+    by_arm = {row["arm"]: row for row in summary}
+    series: dict[str, dict[int, dict[str, Any]]] = {}
+    for arm, row in zip(arms, summary, strict=True):
+        if not arm.speculates:
+            continue
+        passes = ("name", "concurrency", "requests", "passes", "max_passes")
+        same = arm.identity | {"other-sampling": {k: v for k, v in arm.protocol.items() if k not in passes}}
+        same |= {key: arm.parameters.get(key) for key in ("engine", "drafter", "method", "k", "options", "allow")}
+        shown = ("arm", "verdict", "speedup", "speedup_low", "speedup_high", "acceptance_length", "rho")
+        speeds = ("tokens_per_second", "server_tokens_per_second")
+        plain = by_arm.get(row["baseline"]) or {}
+        series.setdefault(json.dumps(same, sort_keys=True), {}).setdefault(
+            arm.concurrency,
+            {"concurrency": arm.concurrency}
+            | {name: row[name] for name in (*shown, *speeds)}
+            | {f"plain_{name}": plain.get(name) for name in speeds},
+        )
+    found = []
+    for by_concurrency in series.values():
+        points = [by_concurrency[n] for n in sorted(by_concurrency)]
+        if len(points) > 1:
+            crossing = load.crossing([(p["concurrency"], p["verdict"], p["speedup"]) for p in points])
+            row = by_arm[points[0]["arm"]]
+            label = f"{row['engine']}, {row['drafter'] or 'no drafter model'}, K = {row['k']}"
+            if label in [other["label"] for other in found]:  # they differ in flags or sampling
+                label += f" (as {row['arm']})"
+            found.append(
+                {"label": label, "crossing": crossing.sentence, "between": crossing.between}
+                | {"estimate": crossing.estimate, "points": points}
+            )
+    return found
 
 
 def between_engines(arms: Sequence[Arm]) -> list[dict[str, Any]]:
@@ -666,6 +754,7 @@ def _unserved_row(arm: Arm) -> dict[str, Any]:
         "drafter": arm.parameters.get("drafter"),
         "k": arm.k,
         "protocol": arm.protocol["name"],
+        "concurrency": arm.concurrency,
         "prompts": 0,
         "passes": 0,
         "verdict": "refused",
@@ -735,7 +824,7 @@ def facts_of(
 
 def served_counts(arm: Arm) -> verdict.Counts | None:
     """Acceptance counts of the arm's first pass, the one that is walked offline; None where none were recorded."""
-    first = arm.requests[arm.requests["pass_number"] == min(arm.manifests)]
+    first = arm.first_pass
     rows = first[first["steps"].notna() & first["accepted_per_position"].notna()]
     if rows.empty or not arm.k or len(rows) < len(first):
         return None
@@ -745,7 +834,7 @@ def served_counts(arm: Arm) -> verdict.Counts | None:
 
 def fits_by_output(arm: Arm, matrix: WhatIf) -> list[verdict.Fitness] | None:
     """Every hypothesis against the arm's first pass, output by output; None where counts of an output are missing."""
-    first = arm.requests[arm.requests["pass_number"] == min(arm.manifests)]
+    first = arm.first_pass
     walked = set.intersection(*(set(outputs) for outputs in matrix.by_output.values())) if matrix.by_output else set()
     if not walked.issuperset(first["prompt_id"]) or first["accepted_per_position"].isna().any():
         return None
@@ -796,6 +885,16 @@ def warnings_of(arm: Arm, baseline: Arm | None, lossless: Mapping[str, Any] | No
             f" changed meanwhile, so the verdict stays undecided; to measure both again, delete"
             f" results/benchmarks/{arm.name} and results/benchmarks/{baseline.name}"
         )
+    if arm.per_pass:
+        warnings.append(
+            "this engine reports no acceptance per request, and counters mix requests that run at once: acceptance is known"
+            " per pass only"
+        )
+    full = arm.in_flight["full_share"]
+    if full < FULL_SHARE:
+        warnings.append(
+            f"all {arm.concurrency} requests were in flight for {full:.0%} of the time only; raise `requests` of the protocol"
+        )
     loops = arm.requests[arm.requests["degenerate"].notna()]
     if 0 < len(loops) <= DEGENERATE_SHARE * len(arm.requests):
         warnings.append(f"{len(loops)} of {len(arm.requests)} outputs are loops ({loops['degenerate'].iloc[0]})")
@@ -840,11 +939,13 @@ def _summary_row(arm, baseline, speedup, walk, lossless, label, reasons) -> dict
         "drafter": arm.parameters.get("drafter"),
         "k": arm.k,
         "protocol": arm.protocol["name"],
+        "concurrency": arm.concurrency,
         "baseline": baseline.name if baseline is not None else arm.name if label == "baseline" else None,
         "prompts": arm.requests["prompt_id"].nunique(),
         "passes": len(arm.manifests),
         "tokens_per_second": _mean_over_prompts(arm, "rate"),
         "tokens_per_second_e2e": _mean_over_prompts(arm, "rate_e2e"),
+        "server_tokens_per_second": _finite(arm.in_flight["tokens_per_second"]),
         "ttft_s": _mean_over_prompts(arm, "ttft_s"),
         "speedup": ratio,
         "speedup_low": 1.0 if label == "baseline" else float(speedup.low) if bounded else None,
@@ -972,5 +1073,7 @@ def run(
         counts={"arms": len(arms)} | {label: labels.count(label) for label in sorted(set(labels))},
         arms=result.details,
         between_engines=result.between_engines,
+        under_load=result.under_load,
+        files=artefacts.hashes(summary, acceptance_out, requests),
     )
     return result

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from breakeven import engines
+from breakeven import engines, load
 from breakeven.cli import UserError
 from breakeven.engines import method
 
@@ -108,6 +108,10 @@ def _check_arms(config: dict[str, Any]) -> None:
             )
         if method(arm) == "eagle3" and not arm.get("drafter"):
             raise UserError(f"config, arms.{name}: method eagle3 needs a drafter; name one of the drafters")
+        flags = config["engines"][arm["engine"]]["flags"][config["hardware"]] | arm.get("flags", {})
+        reason = load.refuse(config["protocols"][arm["protocol"]], engines.engine(arm["engine"]), flags)
+        if reason:
+            raise UserError(f"config, arms.{name}, protocol {arm['protocol']!r}: {reason}")
         if (arm["engine"], method(arm)) == ("sglang", "ngram") and " " in str(Path.cwd()):
             raise UserError(
                 f"config, arms.{name}: SGLang compiles its n-gram corpus with a command that breaks at the space in"

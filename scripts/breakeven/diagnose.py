@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from breakeven import acceptance, artefacts, conventions, stats, stepcost, verdict
+from breakeven import acceptance, artefacts, conventions, engines, stats, stepcost, verdict
 from breakeven.cli import UserError
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
@@ -139,6 +139,7 @@ def shown_rates(length: float, draft_tokens: int) -> dict[str, float]:
 
 # Metrics and logs
 
+_NUMBER = r"\d{1,15}(?:\.\d+)?"
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\d+)?$")
 
 
@@ -153,9 +154,11 @@ def _samples(path: Path) -> list[tuple[str, dict[str, str], float]]:
         if match and not line.startswith("#"):
             labels = dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', match[2] or ""))
             try:
-                found.append((match[1], labels, float(match[3])))
-            except ValueError:
+                value = engines.sample_value(match[1], match[3])
+            except UserError:
                 raise UserError(f"{path}: {line.strip()[:80]!r} is no Prometheus sample") from None
+            if value is not None:
+                found.append((match[1], labels, value))
     if not any(name.startswith(("vllm:", "sglang:")) for name, _, _ in found):
         raise UserError(f"{path}: no vllm: or sglang: metric in it; save the server's /metrics text")
     models = {labels["model_name"] for name, labels, _ in found if "model_name" in labels and name.count(":")}
@@ -193,6 +196,8 @@ def read_metrics(before: Path, after: Path) -> dict[str, Any]:
         drafted = int(difference("vllm:spec_decode_num_draft_tokens").get("", 0))
         accepted = int(difference("vllm:spec_decode_num_accepted_tokens").get("", 0))
         positions = difference("vllm:spec_decode_num_accepted_tokens_per_pos")
+        if not all(re.fullmatch(r"\d{1,4}", key) for key in positions):
+            raise UserError(f"{after}: accepted tokens without a position; save the server's whole /metrics text")
         if not steps:
             raise UserError(f"{after}: no verification step since {before}; was this server speculating?")
         curve = [int(positions[key]) for key in sorted(positions, key=int)]
@@ -293,7 +298,7 @@ def _read_vllm_log(text: str) -> Settings:
         settings.graphs = None if settings.eager_cpu else False
     elif re.search(r"Graph capturing finished|Capturing CUDA graphs", text):
         settings.graphs = True
-    config = re.search(r"SpeculativeConfig\(method='([^']*)'.*?num_spec_tokens=(\d+)", text)
+    config = re.search(r"SpeculativeConfig\(method='([^']*)'.*?num_spec_tokens=(\d{1,4})", text)
     if config:
         settings.algorithm, settings.draft_tokens = config[1], int(config[2])
     layers = re.search(
@@ -301,7 +306,7 @@ def _read_vllm_log(text: str) -> Settings:
         r"[(\[]([\d, ]+)[)\]]", text,
     )  # fmt: skip
     if layers:
-        settings.layers = [int(part) for part in layers[1].split(",") if part.strip()]
+        settings.layers = [int(number) for number in re.findall(r"\d{1,4}", layers[1])]
     if re.search(r"Sharing target model lm_head weights|Loading EAGLE LM head weights from the target", text):
         settings.shares_head = True
     elif "Keeping separate lm_head weights" in text:
@@ -311,7 +316,8 @@ def _read_vllm_log(text: str) -> Settings:
     elif "Keeping separate embedding weights" in text:
         settings.shares_embeddings = False
     line = re.compile(
-        r"Mean acceptance length: ([\d.]+).*?Drafted: (\d+) tokens, Per-position acceptance rate: ([\d., ]+?), Avg"
+        rf"Mean acceptance length: ({_NUMBER}).*?Drafted: (\d{{1,15}}) tokens, Per-position acceptance rate: "
+        rf"({_NUMBER}(?:, {_NUMBER})*), Avg"
     )
     steps, curve = 0.0, np.zeros(0)
     for length, drafted, rates in line.findall(text):
@@ -341,7 +347,7 @@ def _read_sglang_log(text: str) -> Settings:
         ("topk", "speculative_eagle_topk"),
     ):
         value = argument(key)
-        setattr(settings, name, int(value) if value and value.isdigit() else None)
+        setattr(settings, name, int(value) if value and re.fullmatch(r"\d{1,4}", value) else None)
     version = re.search(
         r"sglang(?:[_ ]version)?['\"]?\s*[=:v ]+\s*['\"]?(\d+\.\d+\.\d+\S*?)['\",\s]", text, re.IGNORECASE
     )
@@ -351,7 +357,7 @@ def _read_sglang_log(text: str) -> Settings:
         settings.graphs = used.count("True") > len(used) / 2
     elif argument("disable_cuda_graph") == "True":
         settings.graphs = False
-    settings.lengths = [float(value) for value in re.findall(r"accept len: ([\d.]+)", text)]
+    settings.lengths = [float(value) for value in re.findall(rf"accept len: ({_NUMBER})", text)]
     return settings
 
 

@@ -1,7 +1,6 @@
 """Benchmark results in the forms that others read: `vllm bench serve` JSON, AIPerf JSON, and Markdown for an issue.
 
-One file per pass, as one run of those tools is one pass. Requests are sent one after another, so the duration is the
-sum of their times. Only what was measured is written: no dates, and no gaps between chunks (`itls`), which are no token
+One file per pass, as one run of those tools is one pass. Its duration is the time in which a request was in flight. Only what was measured is written: no dates, and no gaps between chunks (`itls`), which are no token
 latencies under speculation; readers of either format take absent fields as not applicable.
 
 vLLM: field names and formulas of vllm/benchmarks/serve.py (0.32.0). AIPerf: docs/reference/json-export-schema.md there,
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from breakeven import acceptance, artefacts, reportpage, summary, tables
+from breakeven import acceptance, artefacts, load, reportpage, summary, tables
 from breakeven.cli import UserError
 
 
@@ -56,6 +55,12 @@ def token_times(rows: Sequence[Mapping[str, Any]]) -> list[float]:
     return [(r["e2e_s"] - r["ttft_s"]) / (r["completion_tokens"] - 1) for r in rows if r["completion_tokens"] > 1]
 
 
+def duration_of(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds of a pass in which a request was in flight; single stream, the sum of their times."""
+    begins = [row["sent_at"] for row in rows]
+    return load.in_flight(begins, [row["sent_at"] + row["e2e_s"] for row in rows], 1)[0]
+
+
 def model(manifest: Mapping[str, Any]) -> str | None:
     """The model as the server was given it, from its command line."""
     command = (manifest.get("server") or {}).get("command") or []
@@ -65,7 +70,7 @@ def model(manifest: Mapping[str, Any]) -> str | None:
 def vllm_bench(rows: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> dict[str, Any]:
     """A pass as the JSON that `vllm bench serve --save-result --save-detailed` writes."""
     parameters = manifest["parameters"]
-    duration = sum(row["e2e_s"] for row in rows)
+    duration = duration_of(rows)
     prompt, output = (sum(row[name] or 0 for row in rows) for name in ("prompt_tokens", "completion_tokens"))
     found = {
         "endpoint_type": parameters["engine"],
@@ -76,7 +81,7 @@ def vllm_bench(rows: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -
         "num_prompts": len(rows),
         "request_rate": "inf",
         "burstiness": 1.0,
-        "max_concurrency": 1,
+        "max_concurrency": load.concurrency(parameters["protocol"]),
         "duration": duration,
         "completed": len(rows),
         "failed": 0,
@@ -139,7 +144,7 @@ def aiperf(rows: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> di
             "sum": float(values.sum()),
         }
 
-    duration, per_token = sum(row["e2e_s"] for row in rows), np.array(token_times(rows))
+    duration, per_token = duration_of(rows), np.array(token_times(rows))
     found = {
         "schema_version": "1.1",
         "benchmark_id": f"{manifest['parameters']['arm']}-pass-{manifest['parameters'].get('pass')}",
@@ -180,6 +185,8 @@ def markdown(results: Path | str, reference: Path | str) -> str:
         ]  # fmt: skip
         lines.append("| " + " | ".join(map(_plain, cells)) + " |")
     lines.append("")
+    for series in page.under_load:
+        lines += [f"Under load, {_plain(series['label'])}: {_plain(series['crossing'])}.", ""]
     for row in page.speculating:
         said = [*row["details"].get("evidence", []), *summary.next_steps(row, row["details"])]
         if said:

@@ -320,6 +320,38 @@ def draw_step_cost(page: Any, path: Path | str, style: Path | str) -> str:
     return "Step cost rho against K. " + "; ".join(texts) + "."
 
 
+def draw_load(page: Any, path: Path | str, style: Path | str) -> str:
+    """Speed-up against requests in flight (log scale) with its interval, one line for each set of arms."""
+    with plt.style.context(str(style)):
+        if not page.under_load:
+            return _nothing(path, "No arms differ in their concurrency alone.")
+        figure, axes = plt.subplots(figsize=(6.4, 3.6))
+        texts = []
+        for i, series in enumerate(page.under_load):
+            points = [point for point in series["points"] if point["speedup"]]
+            y = np.array([point["speedup"] for point in points])
+            low, high = (
+                np.array([point[f"speedup_{end}"] or point["speedup"] for point in points]) for end in ("low", "high")
+            )
+            axes.errorbar(
+                [point["concurrency"] for point in points], y, [np.maximum(y - low, 0), np.maximum(high - y, 0)],
+                color=SERIES[i % len(SERIES)], marker=SHAPES[i % len(SHAPES)], markersize=5, elinewidth=1.4, capsize=3,
+                label=series["label"],
+            )  # fmt: skip
+            texts += [f"{series['label']} at {point['concurrency']}: {times(point)}" for point in points]
+        measured = sorted({point["concurrency"] for series in page.under_load for point in series["points"]})
+        axes.axhline(1, color="#1a1a1a", linewidth=1)
+        axes.grid(axis="y", visible=True)
+        axes.set_xscale("log")
+        axes.set_xticks(measured, [str(n) for n in measured])
+        axes.minorticks_off()
+        axes.set_xlabel("requests in flight at once")
+        axes.set_ylabel("times as fast (× plain)")
+        axes.legend(loc="best")
+        _save(figure, path)
+    return "Speed-up against concurrency. " + "; ".join(texts) + "."
+
+
 def draw_training(page: Any, path: Path | str, style: Path | str) -> str:
     """Loss and accuracy over the response tokens seen, one line of panels per trained drafter."""
     with plt.style.context(str(style)):
@@ -384,6 +416,7 @@ FIGURES = {
     "lengths": draw_lengths,
     "prompts": draw_prompts,
     "step_cost": draw_step_cost,
+    "load": draw_load,
     "training": draw_training,
 }
 """Every figure of the report, by the name of its file."""

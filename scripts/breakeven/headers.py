@@ -68,12 +68,16 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint folder: those of the index where there is one, else all of them."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        weight_map = read_json(index).get("weight_map")
+        content = read_json(index)
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(weight_map, dict):
             raise UserError(f"{index}: key 'weight_map' is missing; export the checkpoint again")
+        for name in weight_map.values():
+            if not isinstance(name, str) or not name or name != Path(name).name:
+                raise UserError(f"{index}: {name!r} is no name of a file in this folder; export the checkpoint again")
         files = [folder / name for name in sorted(set(weight_map.values()))]
         for file in files:
-            if not file.exists():
+            if not file.is_file():
                 raise UserError(f"{folder}: {file.name} is named in {index.name} but is not there; copy it as well")
         return files
     files = sorted(folder.glob("*.safetensors"))

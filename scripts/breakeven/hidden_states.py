@@ -240,9 +240,8 @@ class Sequences(Chosen):
     """The sequences of several shards, mapped into memory: nothing is read before it is asked for."""
 
     def __init__(self, paths: list[Path]):
-        from safetensors import safe_open
-
         super().__init__()
+        artefacts.verify_all(paths)
         self.files, self.index = [], []
         self.layers: list[int] = []
         self.codec = None
@@ -260,7 +259,7 @@ class Sequences(Chosen):
                         " extract them again"
                     )
             self.layers, self.codec = parameters["layers"], parameters["codec"]
-            with safe_open(path, "pt") as file:
+            with artefacts.open_tensors(path) as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if "temperature" not in tensors:
                 raise UserError(f"{path}: it does not say at which temperature it was sampled; extract it again")

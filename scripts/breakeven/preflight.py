@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from breakeven import conventions, headers, installed
-from breakeven.artefacts import read_json, write_json
+from breakeven.artefacts import hashes, read_json, write_json
 from breakeven.cli import UserError
 from breakeven.findings import CHECKS, LEVELS, Finding
 from breakeven.headers import Tensor
@@ -88,10 +88,10 @@ class Case:
         for folder in (self.checkpoint, self.target):
             if not (folder / "config.json").is_file():
                 raise UserError(f"{folder}: no config.json there; give a folder with a model")
-        self.raw_config = _read_object(self.checkpoint / "config.json")
+        self.raw_config = _read_config(self.checkpoint / "config.json")
         self.speculators = "speculators_model_type" in self.raw_config
         self.config = _from_speculators(self.raw_config) if self.speculators else self.raw_config
-        whole = _read_object(self.target / "config.json")
+        whole = _read_config(self.target / "config.json")
         self.target_architecture = (whole.get("architectures") or [""])[0]
         self.target_config = conventions.text_config(whole)
         self.target_dtype = _dtype(self.target_config) or _dtype(whole)
@@ -100,7 +100,7 @@ class Case:
             if not isinstance(self.target_config.get(key), int):
                 raise UserError(f"{self.target / 'config.json'}: key {key!r} is missing; it is needed here")
         manifest = self.checkpoint / "manifest.json"
-        self.manifest = (_read_object(manifest).get("parameters") or {}) if manifest.is_file() else {}
+        self.manifest = (_read_config(manifest).get("parameters") or {}) if manifest.is_file() else {}
         options = self.flags.get("speculative_config", {})
         if not isinstance(options, dict):
             raise UserError(f"flag speculative-config: {options!r} is not a JSON object; quote it for the shell")
@@ -210,6 +210,9 @@ def fix(case: Case, findings: list[Finding], out: Path) -> list[str]:
             shutil.copyfile(file, out / file.name)
     headers.write(out / "model.safetensors", tensors)
     write_json(out / "config.json", config)
+    manifest = out / "manifest.json"
+    if manifest.is_file() and "files" in (content := _read_object(manifest)):
+        write_json(manifest, content | {"files": hashes(*(out / name for name in content["files"]))})
     return [finding.id for finding in mends]
 
 
@@ -221,6 +224,57 @@ def _read_object(file: Path) -> dict:
     content = read_json(file)
     if not isinstance(content, dict):
         raise UserError(f"{file}: holds a {type(content).__name__}, an object is needed; write the file again")
+    return content
+
+
+# What a key of a config.json has to be where it is written; null is as good as absent.
+KINDS = {
+    **dict.fromkeys(
+        ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+         "num_hidden_layers", "vocab_size", "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states",
+         "max_position_embeddings", "original_max_position_embeddings", "q_lora_rank", "kv_lora_rank",
+         "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), "a whole number",
+    ),
+    **dict.fromkeys(("rope_theta", "factor"), "a number above 0"),
+    **dict.fromkeys(
+        ("eagle_config", "rope_parameters", "rope_scaling", "quantization_config", "quantization",
+         "transformer_layer_config", "text_config", "parameters", "norm_flags"), "an object",
+    ),
+    **dict.fromkeys(("eagle_aux_hidden_state_layer_ids", "layer_ids", "layers"), "a list of whole numbers"),
+    "eos_token_id": "a whole number or a list of them",
+    "architectures": "a list of texts",
+}  # fmt: skip
+
+
+def _is_whole(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 40
+
+
+IS_KIND = {
+    "a whole number": _is_whole,
+    "a number above 0": lambda value: isinstance(value, (int, float)) and 0 < value < 1e30,
+    "an object": lambda value: isinstance(value, dict),
+    "a list of whole numbers": lambda value: isinstance(value, list) and all(map(_is_whole, value)),
+    "a whole number or a list of them": lambda value: (
+        _is_whole(value) or (isinstance(value, list) and all(map(_is_whole, value)))
+    ),
+    "a list of texts": lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+}
+
+
+def _read_config(file: Path) -> dict:
+    """A config.json whose keys are of the kinds that KINDS names, in it and in the objects inside; else a UserError."""
+    content = _read_object(file)
+
+    def check(part: dict, where: str) -> None:
+        for key, value in part.items():
+            kind = KINDS.get(key)
+            if kind and value is not None and not IS_KIND[kind](value):
+                raise UserError(f"{file}, key {where}{key}: {str(value)[:60]!r} is not {kind}; export it again")
+            if isinstance(value, dict):
+                check(value, f"{where}{key}.")
+
+    check(content, "")
     return content
 
 
@@ -835,7 +889,7 @@ def _end_ids(target: Path) -> set[int]:
     """End-of-text ids of a target, from generation_config.json or config.json."""
     for name in ("generation_config.json", "config.json"):
         if (target / name).is_file():
-            config = read_json(target / name)
+            config = _read_config(target / name)
             ids = config.get("eos_token_id")
             ids = ids if ids is not None else conventions.text_config(config).get("eos_token_id")
             if ids is not None:
@@ -847,11 +901,17 @@ def _tokens(folder: Path) -> dict[str, int] | None:
     """Token -> id of a tokenizer.json, added tokens included; None where there is none."""
     if not (folder / "tokenizer.json").is_file():
         return None
-    content = read_json(folder / "tokenizer.json")
-    vocab = (content.get("model") or {}).get("vocab") or {}
-    if isinstance(vocab, list):  # unigram: [token, score] pairs
-        vocab = {token: i for i, (token, _) in enumerate(vocab)}
-    return {**vocab, **{token["content"]: token["id"] for token in content.get("added_tokens") or []}}
+    content = _read_object(folder / "tokenizer.json")
+    try:
+        vocab = (content.get("model") or {}).get("vocab") or {}
+        if isinstance(vocab, list):  # unigram: [token, score] pairs
+            vocab = {token: i for i, (token, _) in enumerate(vocab)}
+        tokens = {**vocab, **{token["content"]: token["id"] for token in content.get("added_tokens") or []}}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        tokens = {"": None}
+    if not all(map(_is_whole, tokens.values())):
+        raise UserError(f"{folder / 'tokenizer.json'}: not a tokenizer as transformers writes it; copy it again")
+    return tokens
 
 
 def vocabularies(case: Case) -> Iterator[Finding]:
@@ -1214,7 +1274,7 @@ def quantization(case: Case) -> Iterator[Finding]:
     own = case.config.get("quantization_config")
     extra = case.checkpoint / "hf_quant_config.json"
     if own is None and extra.is_file():
-        own = read_json(extra).get("quantization")
+        own = _read_config(extra).get("quantization")
     if own is not None:
         algorithm = own.get("quant_algo") if "quant_algo" in own else own.get("quant_method")
         text = f"quantization is {algorithm}" if algorithm else "quant_algo is null: treated as unquantized"

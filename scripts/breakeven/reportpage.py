@@ -41,6 +41,7 @@ class Page:
     reference: dict[str, Any]
     manifests: list[dict[str, Any]] = field(default_factory=list)
     between_engines: list[dict[str, Any]] = field(default_factory=list)
+    under_load: list[dict[str, Any]] = field(default_factory=list)  # see comparison.under_load
     step_costs: list[dict[str, Any]] = field(default_factory=list)  # tables.STEP_COST of all engines
     training: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # tables.TRAINING by drafter
     offline: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # tables.OFFLINE, held out, by drafter
@@ -96,6 +97,7 @@ def load(
         reference_case(artefacts.read_json(reference)),
         read_manifests(manifests),
         manifest.get("between_engines", []),
+        manifest.get("under_load", []),
         [row for path in step_costs for row in artefacts.read_table(path, tables.STEP_COST).to_pylist()],
         {name: artefacts.read_table(path, tables.TRAINING).to_pylist() for name, path in (training or {}).items()},
         {name: artefacts.read_table(path, tables.OFFLINE).to_pylist() for name, path in (offline or {}).items()},
@@ -160,6 +162,10 @@ def joined(pages: Mapping[str, Page]) -> Page:
         whole.manifests += named(run, page.manifests, "name", "arm")
         whole.between_engines += [
             pair | {"arms": [f"{run}: {arm}" for arm in pair["arms"]]} for pair in page.between_engines
+        ]
+        whole.under_load += [
+            series | {"label": f"{run}: {series['label']}", "points": named(run, series["points"], "arm")}
+            for series in page.under_load
         ]
         whole.step_costs += named(run, page.step_costs, "engine")
         whole.training |= {f"{run}: {name}": rows for name, rows in page.training.items()}
@@ -610,5 +616,6 @@ def render(page: Page, images: Mapping[str, Mapping[str, str]], template: Path |
         findings=[{"arm": row["arm"]} | finding for row in page.rows for finding in row["details"].get("findings", [])],
         reasoned=[row for row in page.speculating if row["details"].get("evidence")],
         causes=any(row.get("cause") for row in page.rows),
+        loads=any((row.get("concurrency") or 1) > 1 for row in page.rows),
         predictions=any(row.get("predicted_speedup") is not None for row in page.rows),
     )

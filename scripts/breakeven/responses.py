@@ -45,8 +45,8 @@ class Partial:
 
     def __init__(self, path: Path, fingerprint: str):
         self.path, self.done = path, {}
-        lines = path.read_text().splitlines() if path.is_file() else []
-        if lines and json.loads(lines[0]) == fingerprint:
+        lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+        if lines and lines[0] == json.dumps(fingerprint):
             for line in lines[1:]:
                 try:
                     index, tokens, reason = json.loads(line)

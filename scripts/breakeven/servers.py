@@ -3,9 +3,11 @@
 import contextlib
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import Any
 import psutil
 import requests
 
+from breakeven import artefacts
 from breakeven.cli import UserError, logger
 from breakeven.engines import Speculation
 
@@ -31,20 +34,34 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def log_tail(path: Path, lines: int = 25) -> str:
-    """The last lines of a log file, for error messages."""
+def log_tail(path: Path, lines: int = 25, key: str | None = None) -> str:
+    """The last lines of a log file, for error messages; without `key`."""
     try:
-        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+        text = path.read_text(errors="replace")
     except OSError:
         return "(no log)"
+    return "\n".join((text.replace(key, "***") if key else text).splitlines()[-lines:])
+
+
+def session(key: str | None) -> requests.Session:
+    """Requests to a server on this machine: with its key, and past any proxy or netrc of the user's environment."""
+    made = requests.Session()
+    made.trust_env = False
+    if key:
+        made.headers["Authorization"] = f"Bearer {key}"
+    return made
 
 
 @dataclass
 class Running:
-    """A server that answers: where, under which name, how it was started, and the seconds that took."""
+    """A server that answers: where, under which name, to which key, how it was started, and the seconds that took.
+
+    command and environment are what may be recorded: the key is in neither.
+    """
 
     url: str
     name: str
+    key: str
     command: list[str]
     environment: dict[str, str]
     startup_s: float
@@ -64,14 +81,22 @@ def speculating(
     """Serve a target with one way of speculating for the length of a `with` block.
 
     settings: flags, environment, startup_timeout, as in the config's `engines.NAME`; supported: see the engine's
-    `optional_flags`.
+    `optional_flags`. Target and drafter are compared with their manifests first, since the engine will not. The server
+    listens on the loopback interface and asks for a key that is drawn anew at each start.
     """
+    artefacts.verify_folder(target)
+    if speculation.drafter:
+        artefacts.verify_folder(speculation.drafter)
     port = free_port()
     name, url = f"breakeven-{port}", f"http://127.0.0.1:{port}"
     environment = engine.environment(hardware) | settings.get("environment", {})
     command = engine.command(python, str(target), name, port, speculation, settings.get("flags", {}), supported)
-    with serve(command, environment, log, url, name, settings.get("startup_timeout", 900)) as seconds:
-        yield Running(url, name, command, environment, seconds)
+    key = secrets.token_urlsafe(24)
+    with tempfile.TemporaryDirectory() as private:
+        words, variables = engine.require_key(key, Path(private))
+        timeout_s = settings.get("startup_timeout", 900)
+        with serve(command + words, environment | variables, log, url, name, timeout_s, key=key) as seconds:
+            yield Running(url, name, key, command, environment, seconds)
 
 
 @contextlib.contextmanager
@@ -83,6 +108,7 @@ def serve(
     model: str,
     timeout_s: float,
     poll_s: float = 0.2,
+    key: str | None = None,
 ) -> Iterator[float]:
     """Run a server for the length of a `with` block; yields the seconds it took to become ready.
 
@@ -90,6 +116,7 @@ def serve(
     same port is mistaken for this one. A server that dies or is not ready within `timeout_s` is a UserError with the
     tail of its log. On the way out, whatever happens, the server gets SIGTERM, a grace period, and then every process
     that descends from it is killed; children that outlive their parents are inherited by this process and found too.
+    `key`, which the server asks for, is taken out of its log.
     """
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     before = set(psutil.Process().children(recursive=True))
@@ -106,21 +133,30 @@ def serve(
             preexec_fn=_die_with_parent,
         )
     try:
-        _wait(process, log, url, model, timeout_s, poll_s)
+        _wait(process, log, url, model, timeout_s, poll_s, key)
         seconds = time.monotonic() - started
         logger.info("server ready after %.1f s", seconds)
         yield seconds
         if process.poll() is not None:
             raise UserError(
-                f"the server exited with {process.returncode} while it was in use; its log ends:\n{log_tail(log)}"
+                f"the server exited with {process.returncode} while it was in use; its log ends:\n{log_tail(log, key=key)}"
             )
     except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:  # the latter inside a stream
         _settle(process)
         raise UserError(
-            f"the server stopped answering ({type(error).__name__}, exit code {process.poll()}); its log ends:\n{log_tail(log)}"
+            f"the server stopped answering ({type(error).__name__}, exit code {process.poll()}); its log ends:\n{log_tail(log, key=key)}"
         ) from None
     finally:
         _stop(process, lambda: set(psutil.Process().children(recursive=True)) - before)
+        if key:
+            _take_out(log, key)
+
+
+def _take_out(log: Path, key: str) -> None:
+    with contextlib.suppress(OSError):
+        content = log.read_bytes()
+        if key.encode() in content:
+            log.write_bytes(content.replace(key.encode(), b"***"))
 
 
 def _die_with_parent() -> None:
@@ -128,23 +164,30 @@ def _die_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait(process: subprocess.Popen, log: Path, url: str, model: str, timeout_s: float, poll_s: float) -> None:
+def _wait(
+    process: subprocess.Popen, log: Path, url: str, model: str, timeout_s: float, poll_s: float, key: str | None
+) -> None:
     deadline = time.monotonic() + timeout_s
+    client = session(key)
     while True:
         if process.poll() is not None:
             raise UserError(
-                f"the server exited with {process.returncode} before it was ready; its log ends:\n{log_tail(log)}"
+                f"the server exited with {process.returncode} before it was ready; its log ends:\n{log_tail(log, key=key)}"
             )
         with contextlib.suppress(requests.RequestException):
-            if requests.get(f"{url}/health", timeout=5).status_code == 200:
+            if client.get(f"{url}/health", timeout=5).status_code == 200:
                 break
         if time.monotonic() > deadline:
             raise UserError(
                 f"the server was not ready within {timeout_s:.0f} s; raise startup_timeout of the engine if it needs longer;"
-                f" its log ends:\n{log_tail(log)}"
+                f" its log ends:\n{log_tail(log, key=key)}"
             )
         time.sleep(poll_s)
-    models = [entry["id"] for entry in requests.get(f"{url}/v1/models", timeout=30).json()["data"]]
+    response = client.get(f"{url}/v1/models", timeout=30)
+    try:
+        models = [entry["id"] for entry in response.json()["data"]]
+    except (ValueError, KeyError, TypeError):  # no JSON, or not what an engine says
+        models = [f"HTTP {response.status_code}"]
     if model not in models:
         raise UserError(f"another server answers at {url}: it serves {models}, not {model}; stop it and run again")
 

@@ -206,7 +206,7 @@ def _read_parquet(path: Path, lost: dict[str, int]) -> Iterator[Record]:
                 for row in batch.to_pylist():
                     yield _record(str(number), row)
                     number += 1
-    except (pa.ArrowException, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a readable Parquet file ({error})") from None
 
 

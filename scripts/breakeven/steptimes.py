@@ -16,7 +16,7 @@ them, else the client's.
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from breakeven import stats, stepcost
+from breakeven import load, stats, stepcost
 from breakeven.benchmark import Client
 from breakeven.cli import Progress, UserError
 
@@ -60,11 +60,9 @@ class Round:
 
 def check(engine: ModuleType, settings: Settings, flags: dict[str, Any], hardware: str) -> None:
     """Refuse, before any server starts, what could not be measured."""
-    most, flag = max(settings.concurrency), engine.CONCURRENCY_FLAG
-    if most > (flags.get(flag) or most):
-        raise UserError(
-            f"stepcost.concurrency: {most} requests at once, but the server's {flag} is {flags[flag]}; the rest would wait"
-        )
+    reason = load.too_many(max(settings.concurrency), engine, flags)
+    if reason:
+        raise UserError(f"stepcost.concurrency: {reason}")
     if settings.synthetic_acceptance_length and hardware not in engine.FORCES_ACCEPTANCE_ON:
         raise UserError(
             f"stepcost.synthetic_acceptance_length: {engine.NAME} can force an acceptance length on"
@@ -80,11 +78,11 @@ def prompts(vocab_size: int, count: int, seed: int = 0) -> list[list[int]]:
 
 
 def measure(
-    engine: ModuleType, url: str, name: str, vocab_size: int, settings: Settings, k: int
+    client: Callable[[], Client], vocab_size: int, settings: Settings, k: int
 ) -> dict[tuple[int, int], list[Round]]:
-    """Rounds by (concurrency, pass) of one running server that drafts k tokens (0: none)."""
+    """Rounds by (concurrency, pass) of one running server that drafts k tokens (0: none); `client` makes a client of it."""
     sampling = {"max_tokens": settings.max_tokens, "temperature": 0, "seed": 0, "ignore_eos": True}
-    clients = [Client(engine, url, name) for _ in range(max(settings.concurrency))]
+    clients = [client() for _ in range(max(settings.concurrency))]
     asked = prompts(vocab_size, ROUNDS * max(settings.concurrency))
     rounds: dict[tuple[int, int], list[Round]] = {}
     total = len(settings.concurrency) * (settings.passes * ROUNDS + 1)

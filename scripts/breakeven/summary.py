@@ -13,11 +13,11 @@ from breakeven import artefacts, tables
 COLOURS = {"faster": "green", "slower": "red", "refused": "magenta", "undecided": "yellow"}
 
 
-def read(comparison: Path | str) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """(rows of the summary, details by arm)."""
+def read(comparison: Path | str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(rows of the summary, its manifest)."""
     rows = artefacts.read_table(Path(comparison) / "summary.parquet", tables.SUMMARY).to_pylist()
     manifest = artefacts.read_manifest(Path(comparison) / "summary.manifest.json", "comparison")
-    return rows, manifest["arms"]
+    return rows, manifest
 
 
 def next_steps(row: Mapping[str, Any], details: Mapping[str, Any]) -> list[str]:
@@ -55,9 +55,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for name in ("tok/s", "speed-up", "AL", "rho"):
         shown.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        speedup = "" if row["speedup"] is None or row["verdict"] == "baseline" else f"{row['speedup']:.2f}"
-        if speedup and row["speedup_low"]:
-            speedup += f" [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]"
         cause = (row["cause"] or "") + (f" ({row['fault']})" if row["fault"] else "")
         numbers = [
             "" if row[name] is None else f"{row[name]:.{digits}f}"
@@ -66,16 +63,45 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
         # As Text, so that brackets are brackets and not rich's markup.
         shown.add_row(
             Text(row["arm"]), Text(row["protocol"]), Text(row["verdict"], COLOURS.get(row["verdict"], "")), Text(cause),
-            numbers[0], Text(speedup), *numbers[1:],
+            numbers[0], Text(speedup(row)), *numbers[1:],
         )  # fmt: skip
     return shown
 
 
+def load_table(points: Sequence[Mapping[str, Any]]) -> Table:
+    """The speed-up at each concurrency, with the server's output tokens per second with speculation and without."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("at once", "speed-up", "verdict", "AL", "rho", "server tok/s", "plain"):
+        shown.add_column(name, justify="left" if name == "verdict" else "right", no_wrap=True)
+    for point in points:
+        numbers = [
+            "" if point[name] is None else f"{point[name]:.{digits}f}"
+            for name, digits in (
+                ("acceptance_length", 2), ("rho", 2), ("server_tokens_per_second", 0), ("plain_server_tokens_per_second", 0),
+            )
+        ]  # fmt: skip
+        verdict = Text(point["verdict"], COLOURS.get(point["verdict"], ""))
+        shown.add_row(str(point["concurrency"]), Text(speedup(point)), verdict, *numbers)
+    return shown
+
+
+def speedup(row: Mapping[str, Any]) -> str:
+    """A speed-up with its interval; empty for a baseline and where there is none."""
+    if row["speedup"] is None or row["verdict"] == "baseline":
+        return ""
+    interval = f" [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]" if row["speedup_low"] else ""
+    return f"{row['speedup']:.2f}{interval}"
+
+
 def show(comparison: Path | str, page: Path | str, console: Console) -> None:
     """Print verdicts, next steps and the page's path."""
-    rows, details = read(comparison)
+    rows, manifest = read(comparison)
+    details = manifest["arms"]
     console.print()
     console.print(table(rows))
+    for series in manifest.get("under_load", []):
+        console.print(Text(f"\nUnder load, {series['label']}: {series['crossing']}"), soft_wrap=True)
+        console.print(load_table(series["points"]))
     steps: dict[str, list[str]] = {}
     for row in rows:
         for step in next_steps(row, details.get(row["arm"], {})):

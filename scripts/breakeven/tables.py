@@ -134,7 +134,7 @@ STEP_COST = pa.schema(
     ]
 )
 
-# results/benchmarks/{arm}/pass-*.parquet: one row per measured request.
+# results/benchmarks/{arm}/pass-*.parquet: one row per measured request; under load a prompt may have several.
 BENCHMARK = pa.schema(
     [
         ("arm", pa.string()),
@@ -150,7 +150,8 @@ BENCHMARK = pa.schema(
         ("sent_at", pa.float64()),  # seconds since the epoch
         ("ttft_s", pa.float64()),  # request sent to first token received
         ("e2e_s", pa.float64()),  # request sent to last token received
-        ("steps", pa.int64()),  # verification steps; null without speculation
+        # null without speculation, and under load where the engine reports nothing per request
+        ("steps", pa.int64()),  # verification steps
         ("drafted", pa.int64()),
         ("accepted", pa.int64()),  # draft tokens accepted, bonus tokens not counted
         ("accepted_per_position", pa.list_(pa.int64())),  # position 1 ... K
@@ -165,11 +166,13 @@ SUMMARY = pa.schema(
         ("drafter", pa.string()),  # null for a baseline
         ("k", pa.int32()),  # 0 for a baseline
         ("protocol", pa.string()),
+        ("concurrency", pa.int32()),  # requests in flight at once
         ("baseline", pa.string()),  # the arm this one is paired with
         ("prompts", pa.int32()),
         ("passes", pa.int32()),
         ("tokens_per_second", pa.float64()),  # decode only: (n - 1) / (e2e - ttft), mean over prompts
         ("tokens_per_second_e2e", pa.float64()),
+        ("server_tokens_per_second", pa.float64()),  # output tokens of all requests / seconds with one in flight
         ("ttft_s", pa.float64()),
         ("speedup", pa.float64()),  # geometric mean of paired per-prompt ratios of decode tokens per second
         ("speedup_low", pa.float64()),  # 95 % bootstrap interval over prompts

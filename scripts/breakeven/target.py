@@ -15,6 +15,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def text_config(folder: Path | str) -> dict[str, Any]:
     """config.json of the target, or its `text_config` for multi-modal ones (Kimi-K2.5 and others)."""
+    artefacts.verify(Path(folder) / "config.json")
     config = artefacts.read_json(Path(folder) / "config.json")
     return config.get("text_config", config)
 
@@ -53,11 +54,9 @@ def special_token_ids(folder: Path | str) -> list[int]:
 
 def _stored(folder: Path | str) -> dict[str, tuple[Path, str]]:
     """Where each tensor of a checkpoint is stored, (file, name there), by its name in the language model alone."""
-    from safetensors import safe_open
-
     where = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
+        with artefacts.open_tensors(path) as file:
             where.update({name.removeprefix("language_model."): (path, name) for name in file.keys()})  # noqa: SIM118
     return where
 
@@ -67,14 +66,13 @@ def load_tensors(folder: Path | str, names: list[str]) -> dict[str, Any]:
 
     Names are those of the language model alone; multi-modal checkpoints (Kimi-K2.5) write `language_model.` before them.
     """
-    from safetensors import safe_open
-
     where, tensors = _stored(folder), {}
     for name in names:
         if name not in where:
             raise UserError(f"{folder}: the checkpoint has no tensor {name}")
         path, stored = where[name]
-        with safe_open(path, "pt") as file:
+        artefacts.verify(path)
+        with artefacts.open_tensors(path) as file:
             tensors[name] = file.get_tensor(stored)
         if tensors[name].dtype.itemsize == 1:
             raise UserError(
@@ -102,7 +100,17 @@ def load_model(folder: Path | str, device: str, dtype: str = "bfloat16"):
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    artefacts.verify_folder(folder)
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    options = dict(dtype=getattr(torch, dtype), attn_implementation="sdpa", trust_remote_code=False)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise UserError(
+            f"{folder}: this target needs Python code of its own, which is not run here; use a target whose architecture"
+            " transformers has"
+        ) from None
     return model.to(device).eval().requires_grad_(False)

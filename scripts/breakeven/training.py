@@ -13,6 +13,7 @@ over all of them, so that it is the same for any number of ranks, up to the orde
 """
 
 import math
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -446,14 +447,19 @@ class Run:
 
     def save(self, path: Path, fingerprint: str) -> None:
         self.read()
-        with artefacts.atomic(path) as temporary:
-            torch.save({"fingerprint": fingerprint, **self.state()}, temporary)
+        # Through a file of Python's, which says when the disk is full; torch's own does not.
+        with artefacts.atomic(path) as temporary, open(temporary, "wb") as file:
+            torch.save({"fingerprint": fingerprint, **self.state()}, file)
 
     def resume(self, path: Path, fingerprint: str) -> bool:
         """Continue from `path` if it belongs to the same parameters and inputs; else say so and start over."""
         if not path.is_file():
             return False
-        state = torch.load(path, map_location=self.device, weights_only=True)
+        try:
+            state = torch.load(path, map_location=self.device, weights_only=True)
+        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+            logger.info("%s cannot be read (%s); starting from the beginning", path, " ".join(str(error).split())[:200])
+            return False
         if state["fingerprint"] != fingerprint:
             logger.info("%s belongs to other settings or data; starting from the beginning", path)
             return False

@@ -1,5 +1,6 @@
 """The files of a wheel, without installing it into any environment and without importing anything from it."""
 
+import errno
 import importlib.util
 import re
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 from breakeven.cli import UserError
@@ -35,12 +37,16 @@ def wheel_folder(requirement: str, cache: Path | str) -> Path:
 
 
 def _unzip(wheel: Path, unpacked: Path) -> None:
+    """Unpack a wheel; zipfile takes roots and `..` out of the names, so that no member leaves `unpacked`."""
+    if not wheel.is_file():
+        raise UserError(f"{wheel}: no such wheel")
+    unpacked.mkdir()
     try:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(unpacked)
-    except FileNotFoundError:
-        raise UserError(f"{wheel}: no such wheel") from None
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
         raise UserError(f"{wheel}: not a readable wheel ({error}); get the file again") from None
 
 

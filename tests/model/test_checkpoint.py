@@ -103,3 +103,9 @@ def test_broken_checkpoints_are_named(saved, target_folder):
 def test_a_missing_target_tensor_is_named(target_folder):
     with pytest.raises(UserError, match=r"no tensor model\.layers\.9"):
         target.load_tensors(target_folder, ["model.layers.9.mlp.up_proj.weight"])
+
+
+def test_weights_that_are_cut_off_are_named(target_folder, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes((target_folder / "model.safetensors").read_bytes()[:-9])
+    with pytest.raises(UserError, match="model.safetensors: not a readable safetensors file"):
+        target.load_tensors(tmp_path, ["model.norm.weight"])

@@ -147,11 +147,12 @@ def test_from_hidden_states_to_a_checked_checkpoint_and_on_from_it(mla_target, m
     artefacts.write_manifest(artefacts.manifest_path(maps), "vocabulary", parameters={})
     out = tmp_path / "checkpoint"
     given = ["--target", mla_target, "--hidden-states", mla_states]
-    trainer = [*given, "--vocabulary", maps, "--settings", '{"epochs": 3, "batch_tokens": 128}']
+    settings = {"epochs": 20, "learning_rate": 0.003, "batch_tokens": 128}
+    trainer = [*given, "--vocabulary", maps, "--settings", json.dumps(settings)]
     script("train_drafter", *trainer, "--out", out)
     rows = artefacts.read_table(out / "training.parquet").to_pylist()
     losses = [row["loss"] for row in rows if row["split"] == "train"]
-    assert losses[-1] < 0.97 * losses[0]
+    assert losses[-1] < 0.8 * losses[0]
     script("evaluate_drafter", *given, "--checkpoint", out, "--max-k", "3", "--out", tmp_path / "offline.parquet")
     for engine, version in (("vllm", "0.25.1"), ("vllm", "0.32.0"), ("sglang", "0.5.13"), ("sglang", "0.5.23")):
         case = preflight.Case(out, mla_target, engine, version, k=3)
@@ -160,8 +161,7 @@ def test_from_hidden_states_to_a_checked_checkpoint_and_on_from_it(mla_target, m
     other = tmp_path / "tuned"
     said = script("train_drafter", *trainer, "--initialise-from", out, "--out", other)
     assert "head: 60 of 60 rows" in said
-    first = [row["loss"] for row in artefacts.read_table(other / "training.parquet").to_pylist()][0]
-    assert first < losses[0]
+    assert artefacts.read_table(other / "training.parquet").to_pylist()[0]["loss"] < 0.8 * losses[0]
 
     drafter, loaded = checkpoint.load(out, mla_target, "cpu")
     capture = hidden_states.Capture(target.load_model(mla_target, "cpu"), whatif.neighbours([1, 3, 5], 6))
@@ -169,7 +169,7 @@ def test_from_hidden_states_to_a_checked_checkpoint_and_on_from_it(mla_target, m
     found = whatif.evaluate(drafter, loaded, capture, hidden_states.InMemory(tensors), [0, 1], 3, "cpu")
     assert {"as-built", "theta-10000", "layers-plus-1", "norm-output"} <= set(found)
     built = walk.evaluate(drafter, loaded, hidden_states.Sequences([mla_states]), [0], 3, "cpu")
-    assert len(built[0].matched) == len(tinymodels.sequences(mla_target, count=1)[1][0])
+    assert len(built[0].matched) == 1 + 30  # the first row is the last position of the prompt
 
 
 @pytest.fixture

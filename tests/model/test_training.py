@@ -311,6 +311,15 @@ def test_a_state_of_other_settings_is_not_resumed(target_folder, states, tmp_pat
     assert not run.resume(tmp_path / "state.pt", "another key")
 
 
+@pytest.mark.parametrize("share", [0, 0.5, 0.99])
+def test_a_state_that_was_cut_off_is_not_resumed(target_folder, states, tmp_path, share):
+    run = make_run(target_folder, states)
+    run.save(tmp_path / "state.pt", "key")
+    content = (tmp_path / "state.pt").read_bytes()
+    (tmp_path / "state.pt").write_bytes(content[: int(share * len(content))])
+    assert not run.resume(tmp_path / "state.pt", "key")
+
+
 def test_only_the_network_is_trained_and_embeddings_stay(target_folder, states):
     run = make_run(target_folder, states)
     before = run.drafter.embed_tokens.clone()

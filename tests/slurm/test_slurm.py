@@ -197,4 +197,4 @@ def test_gpus_are_asked_of_slurm(work):
         work, shard, "--force", "--set-resources", "extract_hidden_states:gpu=2", "extract_hidden_states:gpu_model=h200"
     )
     assert running.wait(timeout=900) == 0, (work / "output.txt").read_text()[-8000:]
-    assert "gres/gpu:h200=2" in jobs(work)[-1]["line"] and (work / shard).read_bytes() == before
+    assert "JOB_GRES=gpu:h200:2" in jobs(work)[-1]["line"] and (work / shard).read_bytes() == before

@@ -1,6 +1,7 @@
 """Files are written whole or not at all; manifests add up; errors say what to do; full disks are named."""
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -53,10 +54,90 @@ def test_manifests_add_up_and_know_their_artefact(tmp_path):
         artefacts.read_manifest(path, "prompts")
 
 
-def run(body: str, *arguments) -> subprocess.CompletedProcess:
+@pytest.fixture
+def table(tmp_path):
+    """A table and the manifest beside it."""
+    path = tmp_path / "shard-000000.parquet"
+    artefacts.write_table(path, [{"a": n, "b": [n] * 9} for n in range(50)], SCHEMA)
+    artefacts.write_manifest(artefacts.manifest_path(path), "x", parameters={"k": 3}, files=artefacts.hashes(path))
+    return path
+
+
+def flip(path, at):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def test_every_flipped_byte_of_a_table_is_named(table):
+    for at in range(0, table.stat().st_size, 7):
+        flip(table, at)
+        with pytest.raises(UserError, match=r"shard-000000.parquet: damaged or changed .* its sha256 is \w{64}, .*"):
+            artefacts.read_table(table, SCHEMA)
+        flip(table, at)
+    assert artefacts.read_table(table, SCHEMA).num_rows == 50
+    table.write_bytes(table.read_bytes()[:-1])
+    with pytest.raises(UserError, match="shard-000000.manifest.json says .*; delete it and run the workflow again"):
+        artefacts.read_table(table)
+
+
+def test_every_flipped_byte_of_a_manifest_is_named_or_has_no_meaning(table):
+    path = artefacts.manifest_path(table)
+    sound = artefacts.read_manifest(path, "x")
+    meaning = {key: value for key, value in sound.items() if key != artefacts.OWN_SHA256}
+    for at in range(path.stat().st_size):
+        flip(path, at)
+        try:
+            found = artefacts.read_json(path)
+            assert {key: found.get(key) for key in sound if key != artefacts.OWN_SHA256} == meaning, at
+        except UserError as error:
+            assert str(path) in str(error)
+        flip(path, at)
+
+
+def test_a_manifest_that_is_written_anew_is_sound(table):
+    """Numbers as keys, which JSON turns into texts, and a change through the same functions."""
+    path = artefacts.manifest_path(table)
+    artefacts.write_manifest(path, "x", parameters={}, drift={1: 0.5, 10: 0.1, 4: float("nan")})
+    artefacts.write_json(path, artefacts.read_json(path) | {"parameters": {"k": 4}})
+    assert artefacts.read_manifest(path, "x")["parameters"] == {"k": 4}
+
+
+def test_files_of_another_manifest_of_the_folder_are_compared(tmp_path):
+    for name in ("pool", "rejected"):
+        artefacts.write_table(tmp_path / f"{name}.parquet", [{"a": 1, "b": []}], SCHEMA)
+    both = artefacts.hashes(tmp_path / "pool.parquet", tmp_path / "rejected.parquet")
+    artefacts.write_manifest(tmp_path / "pool.manifest.json", "prompts", parameters={}, outputs=both)
+    flip(tmp_path / "rejected.parquet", 9)
+    with pytest.raises(UserError, match=r"rejected.parquet: damaged .*pool.manifest.json says"):
+        artefacts.read_table(tmp_path / "rejected.parquet")
+
+
+@pytest.mark.parametrize("place", ["checkpoint/manifest.json", "manifest.json"])
+def test_a_checkpoint_is_compared_before_it_is_served(tmp_path, place):
+    """A trained drafter's manifest lies in its folder, a fetched one's above it."""
+    weights = tmp_path / "checkpoint/model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"weights")
+    artefact = "drafter" if place.startswith("checkpoint") else "published_drafter"
+    artefacts.write_manifest(tmp_path / place, artefact, parameters={}, files=artefacts.hashes(weights))
+    artefacts.verify_folder(weights.parent)
+    flip(weights, 0)
+    with pytest.raises(UserError, match="model.safetensors: damaged or changed since it was written"):
+        artefacts.verify_folder(weights.parent)
+
+
+def test_a_file_that_no_manifest_names_is_read(tmp_path):
+    path = tmp_path / "foreign.parquet"
+    artefacts.write_table(path, [{"a": 1, "b": []}], SCHEMA)
+    assert artefacts.read_table(path).num_rows == 1
+
+
+def run(body: str, environment=None) -> subprocess.CompletedProcess:
     code = f"from breakeven import cli, artefacts\ndef main():\n    {body}\ncli.run(main)"
     scripts = Path(artefacts.__file__).parents[1]
-    return subprocess.run([sys.executable, "-c", code, *arguments], cwd=scripts, capture_output=True, text=True)
+    environment = os.environ | (environment or {})
+    return subprocess.run([sys.executable, "-c", code], cwd=scripts, env=environment, capture_output=True, text=True)
 
 
 def test_errors_are_one_line_and_the_exit_code_says_so():
@@ -70,6 +151,28 @@ def test_a_full_disk_is_named():
     """/dev/full answers every write with 'no space left on device'."""
     done = run("f = open('/dev/full', 'w'); f.write('x'); f.flush()")
     assert done.returncode == 1 and "the disk is full" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_full_disk_is_named_in_the_words_of_a_library():
+    done = run("raise RuntimeError('I/O error: No space left on device (os error 28)')")
+    assert done.returncode == 1 and done.stderr.startswith("error: the disk is full; free some space")
+
+
+@pytest.mark.parametrize(
+    "first, code", [("OSError(28, 'No space')", 1), ("SystemExit(143)", 143), ("KeyboardInterrupt()", 130)]
+)
+def test_what_stopped_a_script_counts_also_where_another_error_hides_it(first, code):
+    done = run(f"try:\n        raise {first}\n    finally:\n        raise RuntimeError('unexpected pos 704 vs 598')")
+    assert done.returncode == code and ("error: the disk is full" in done.stderr) == (code == 1)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_job_ends_with_the_snakemake_that_started_it():
+    """BREAKEVEN_PARENT names a process that is gone."""
+    parent = subprocess.Popen([sys.executable, "-c", "pass"])
+    parent.wait()
+    done = run("import time; time.sleep(60)", environment={"BREAKEVEN_PARENT": str(parent.pid)})
+    assert done.returncode == 143 and "Snakemake that started this job is gone" in done.stderr
 
 
 def test_the_file_that_filled_the_disk_is_named(tmp_path):

@@ -181,7 +181,7 @@ def test_finished_jobs_give_lengths_and_rates(config, tmp_path):
     (logs / "generate_responses").mkdir(parents=True)
     (logs / "generate_responses/shard-000160.tsv").write_text("s\th:m:s\n60.0\t0:01:00\n")
     folder = results / "benchmarks/vllm-plain"
-    rows = [dict.fromkeys(tables.BENCHMARK.names) | {"e2e_s": 2.0}] * 5
+    rows = [dict.fromkeys(tables.BENCHMARK.names) | {"sent_at": 2.0 * i, "e2e_s": 2.0} for i in range(5)]
     artefacts.write_table(folder / "pass-1.parquet", rows, tables.BENCHMARK)
     artefacts.write_manifest(
         folder / "pass-1.manifest.json",

@@ -113,7 +113,7 @@ def test_further_passes_are_for_undecided_arms_and_their_baseline(tmp_path):
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "further.json").read_text()) == ["vllm-none", "vllm-level"]
+    assert json.loads((tmp_path / "further.json").read_text())["arms"] == ["vllm-none", "vllm-level"]
 
 
 def test_a_spared_pass_is_neither_missing_nor_counted(tmp_path, specs):

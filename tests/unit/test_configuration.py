@@ -43,6 +43,8 @@ def test_overlays_are_right(config, overlay):
         ("prompts.shardsize", 5, "config, prompts: unknown key 'shardsize'; did you mean 'shard_size'?"),
         ("hardwear", "cpu", "config, the top level: unknown key 'hardwear'; did you mean 'hardware'?"),
         ("drafters.own.settings.epoch", 5, "unknown key 'epoch'; did you mean 'epochs'?"),
+        ("storage.hidden_state", "s3://bucket/folder", "unknown key 'hidden_state'; did you mean 'hidden_states'?"),
+        ("storage.responses", "bucket/folder", "expected: an S3 bucket and a folder in it, s3://BUCKET/FOLDER"),
         (
             "arms.vllm-own-k3.drafter",
             "owm",

@@ -53,6 +53,15 @@ def test_a_pass_the_comparison_did_not_read_is_left_out(results, tmp_path):
     assert "vllm-none-pass-9" not in export.passes(tmp_path)
 
 
+def test_the_duration_of_a_pass_under_load_is_the_time_with_a_request_in_flight(speculative):
+    rows, manifest = speculative
+    at_once = [row | {"sent_at": 1.8e9 + i, "e2e_s": 10.0} for i, row in enumerate(rows)]
+    parameters = manifest["parameters"] | {"protocol": manifest["parameters"]["protocol"] | {"concurrency": 5}}
+    found = export.vllm_bench(at_once, manifest | {"parameters": parameters})
+    assert found["duration"] == pytest.approx(14) and found["max_concurrency"] == 5
+    assert export.aiperf(at_once, manifest)["benchmark_duration"]["avg"] == pytest.approx(14)
+
+
 def test_vllm_numbers_follow_from_the_rows(speculative):
     rows, manifest = speculative
     found = export.vllm_bench(rows, manifest)

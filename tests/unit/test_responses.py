@@ -30,6 +30,13 @@ def test_a_partial_of_other_settings_is_not_taken(tmp_path):
     assert responses.Partial(path, "another").done == {}
 
 
+@pytest.mark.parametrize("content", [b"", b'"ke', b"\xff\x00 no text", b'"key"\n[1, [2'])
+def test_a_partial_that_is_broken_from_the_start_is_made_anew(tmp_path, content):
+    path = tmp_path / "shard.partial"
+    path.write_bytes(content)
+    assert responses.Partial(path, "key").done == {}
+
+
 def test_engine_answers_are_checked(tmp_path):
     partial = responses.Partial(tmp_path / "p", "key")
     with pytest.raises(UserError, match="empty response for request 4"):

@@ -23,6 +23,9 @@ SERVER = """
     if behaviour == "dies":
         print("cannot allocate memory for the cache", flush=True)
         sys.exit(3)
+    if behaviour == "tells":
+        print("args: Namespace(api_key='a secret')", flush=True)
+        sys.exit(3)
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if behaviour == "never":
@@ -34,6 +37,10 @@ SERVER = """
             if self.path == "/die":
                 print("assertion failed in the middle of a request", flush=True)
                 os._exit(9)
+            if behaviour == "asks" and self.path != "/health" and self.headers["Authorization"] != "Bearer a secret":
+                self.send_response(401)
+                self.end_headers()
+                return
             self.send_response(200)
             if self.path == "/stream":
                 self.send_header("Transfer-Encoding", "chunked")
@@ -120,6 +127,31 @@ def test_an_error_of_the_caller_stops_the_server(start):
     with pytest.raises(ZeroDivisionError):
         with servers.serve(**start("normal")):
             raise ZeroDivisionError
+
+
+def test_a_server_that_asks_for_a_key_gets_it(start):
+    settings = start("asks")
+    with servers.serve(**settings, key="a secret"):
+        assert requests.get(settings["url"] + "/v1/models").status_code == 401
+        assert servers.session("a secret").get(settings["url"] + "/v1/models").status_code == 200
+    with pytest.raises(UserError, match="it serves \\['HTTP 401'\\], not mine"):
+        with servers.serve(**start("asks"), key="another"):
+            pass
+
+
+def test_a_key_stands_in_no_log_and_no_message(start):
+    settings = start("tells")
+    with pytest.raises(UserError, match=r"(?s)exited with 3.*api_key='\*\*\*'") as error:
+        with servers.serve(**settings, key="a secret"):
+            pass
+    assert "a secret" not in str(error.value) and settings["log"].read_text() == "args: Namespace(api_key='***')\n"
+
+
+def test_a_proxy_of_the_environment_is_passed_by(start, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with servers.serve(**start("normal"), key="a secret"):
+        pass
 
 
 def test_another_server_on_the_port_is_not_mistaken(start):

@@ -2,9 +2,12 @@
 
 import importlib
 import json
+import math
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -79,6 +82,28 @@ class Reply:
     cached_tokens: int | None = None
     histogram: list[int] | None = None  # histogram[a]: verification steps that accepted a draft tokens
     drafted: int | None = None
+
+
+def samples(text: str, prefix: str, served_name: str) -> Iterator[tuple[str, str, float]]:
+    """(name, labels, value) of each sample of one served model in a text of /metrics, `prefix:` taken off the name."""
+    for line in text.splitlines():
+        found = re.match(rf"{prefix}:(\w+)\{{(.*)\}} (\S+)$", line)
+        if found and f'model_name="{served_name}"' in found[2]:
+            value = sample_value(found[1], found[3])
+            if value is not None:
+                yield found[1], found[2], value
+
+
+def sample_value(name: str, text: str) -> float | None:
+    """The value of a Prometheus sample; None for a gauge that has none. A text that is no number, and a counter that is
+    not finite, are a UserError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = None
+    if value is None or (not math.isfinite(value) and name.endswith(("_total", "_sum", "_count"))):
+        raise UserError(f"the server's metrics say {name} is {text[:40]!r}, which is no number; read /metrics again")
+    return value if math.isfinite(value) else None
 
 
 def engine(name: str) -> ModuleType:

