@@ -109,7 +109,7 @@ def _judged(points: Sequence[tuple[int, str, float]]) -> Crossing:
             estimate,
         )
     parts = [f"{label} at {_words(ns)}" for label, ns in at.items() if ns]
-    return Crossing(f"no single crossing: speculation is {', '.join(parts)} requests at once")
+    return Crossing(f"no crossing point: speculation is {', '.join(parts)} requests at once")
 
 
 def _zero(points: Sequence[tuple[int, float]]) -> float:
