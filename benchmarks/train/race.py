@@ -92,7 +92,7 @@ def trainer(name: str):
         return importlib.import_module(f"race_{name}").train
     except ImportError as error:
         raise cli.UserError(
-            f"{name} cannot be imported ({error}); install benchmarks/train/peers.txt, see benchmarks/README.md"
+            f"{name} cannot be imported ({error}); install benchmarks/train/peers.lock, see benchmarks/README.md"
         ) from error
 
 
