@@ -12,6 +12,7 @@ hypothesis of breakeven/whatif.py; the one that fits the served acceptance names
 import math
 from pathlib import Path
 
+import pyarrow as pa
 import torch
 
 from breakeven import artefacts, checkpoint, cli, hidden_states, tables, target, walk, whatif
@@ -91,7 +92,7 @@ def first_of_each_prompt(served):
     first: dict[str, int] = {}
     for i, prompt in enumerate(served["prompt_id"].to_pylist()):
         first.setdefault(prompt, i)
-    return served.take(list(first.values()))
+    return served.take(pa.array(list(first.values()), pa.int64()))  # of an arm that was not served, none
 
 
 def unserved(args) -> None:
