@@ -80,7 +80,7 @@ def test_what_an_engine_captures_is_what_was_extracted(finished, responses, extr
     rows = artefacts.read_json(tmp_path / "parity.json")["layers"]
     assert [row["nearest"] for row in rows] == [row["layer"] for row in rows] == [2, 15, 27]
     assert all(row["difference"] < row["next_layer"] and row["stored"] < row["next_layer"] for row in rows)
-    assert done.stdout.startswith("| layer | nearest |")
+    assert "| layer | nearest |" in done.stdout  # behind what the engine writes there
 
 
 def test_responses_of_another_target_are_refused_and_nothing_stays(finished, responses, tmp_path):
