@@ -20,6 +20,7 @@ from places import ENGINE_PYTHON, MODEL_PYTHON, ROOT
 CPU = Path("/proc/cpuinfo")
 pytestmark = [
     pytest.mark.engines,
+    pytest.mark.nightly,  # the rehearsal takes eight minutes
     pytest.mark.skipif("amx_tile" not in CPU.read_text(), reason="vLLM's MLA backend for the CPU needs AMX"),
 ]
 REHEARSAL = "experiments/kimi-rehearsal.yaml"
