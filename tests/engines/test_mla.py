@@ -86,7 +86,9 @@ def test_served_acceptance_is_that_of_the_walk(rehearsed, tmp_path):
     with servers.speculating(
         vllm, ENGINE_PYTHON, results / "target", speculation, served, set(), "cpu", tmp_path / "server.log"
     ) as server:
-        rows, _ = benchmark.measure(benchmark.Client(vllm, server.url, server.name), protocol, prompts, speculation)
+        rows, _ = benchmark.measure(
+            benchmark.Client(vllm, server.url, server.name, server.key), protocol, prompts, speculation
+        )
     rows = [dict.fromkeys(tables.BENCHMARK.names) | row for row in rows]
     artefacts.write_table(tmp_path / "pass-1.parquet", rows, tables.BENCHMARK)
     subprocess.run(
