@@ -53,7 +53,7 @@ def main() -> None:
             inputs=inputs | hidden_states.input_manifests(args),
             counts={"counted_tokens": int(counts.sum())},
             coverage={"training": share},
-            files={path.name: artefacts.sha256(path) for path in sorted(folder.iterdir())},
+            files=artefacts.hashes(*sorted(folder.iterdir())),
         )
         folder.rename(args.out)
     cli.logger.info("%d of %d tokens kept, %.1f %% of the responses' tokens", args.size, len(ids), 100 * share)

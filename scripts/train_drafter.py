@@ -158,7 +158,7 @@ def train(args: argparse.Namespace, own: ranks.Ranks) -> None:
         },
         held_out={"loss": held_out["loss"], "accuracy": held_out["accuracy"]},
         versions={"torch": torch.__version__},
-        files={p.name: artefacts.sha256(p) for p in sorted(folder.iterdir()) if p.name not in VOLATILE},
+        files=artefacts.hashes(*(p for p in sorted(folder.iterdir()) if p.name not in VOLATILE)),
     )
     shutil.rmtree(args.out, ignore_errors=True)
     folder.rename(args.out)

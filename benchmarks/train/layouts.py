@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
+from transformers import LlamaConfig
 
 from breakeven.cli import UserError
+from breakeven.drafter import DrafterConfig
 from breakeven.hidden_states import decode
 
 STORED = ("token_ids", "loss_mask", "hidden", "last")
@@ -79,3 +81,20 @@ def read_export(folder: Path, d2t: Tensor) -> dict[str, Tensor]:
         for name, tensor in tensors.items()
         if name != "t2d" and name not in COPIES
     }
+
+
+def layer_config(c: DrafterConfig, **more) -> LlamaConfig:
+    """The one layer of a drafter as transformers describes it; `more`: further keys of the config."""
+    return LlamaConfig(
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=c.num_attention_heads,
+        num_key_value_heads=c.num_key_value_heads,
+        head_dim=c.head_dim,
+        vocab_size=c.vocab_size,
+        max_position_embeddings=c.max_position_embeddings,
+        rms_norm_eps=c.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+        **more,
+    )

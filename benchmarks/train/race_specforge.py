@@ -23,7 +23,6 @@ from specforge.optimizer import BF16Optimizer
 from specforge.runtime.contracts import FeatureHandle, SampleRef
 from specforge.runtime.control_plane import DataFlowController, NoOpMetadataStore
 from specforge.training import Trainer
-from transformers import LlamaConfig
 
 DEFAULTS = {
     "attention_backend": "flex_attention",
@@ -72,20 +71,8 @@ def build(job: Job, backend: str):
     """(its composite model, its target head), bf16 on the device, as its own builder makes them from files."""
     c, folder = job.config, job.folder / "specforge"
     folder.mkdir(parents=True, exist_ok=True)
-    config = LlamaConfig(
-        architectures=["LlamaForCausalLMEagle3"],
-        hidden_size=c.hidden_size,
-        intermediate_size=c.intermediate_size,
-        num_hidden_layers=1,
-        num_attention_heads=c.num_attention_heads,
-        num_key_value_heads=c.num_key_value_heads,
-        head_dim=c.head_dim,
-        vocab_size=c.vocab_size,
-        draft_vocab_size=c.draft_vocab_size,
-        max_position_embeddings=c.max_position_embeddings,
-        rms_norm_eps=c.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-        tie_word_embeddings=False,
+    config = layouts.layer_config(
+        c, architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=c.draft_vocab_size, tie_word_embeddings=False
     )
     config.save_pretrained(folder)
     with torch.device(job.device):

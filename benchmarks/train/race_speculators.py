@@ -18,7 +18,6 @@ from speculators.train import trainer as module
 from speculators.train.data import BaseDataset, CollateFn
 from speculators.train.dataloader import _worker_init_fn
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig
 
 DEFAULTS = {"optimizer": "muon", "loss_fn": "kl_div", "ttt_step_loss_decay": 1.0, "num_workers": 4}
 
@@ -46,18 +45,7 @@ class Shards(BaseDataset):
 
 def build(job: Job, cuda: bool) -> Eagle3DraftModel:
     c = job.config
-    layer = LlamaConfig(
-        hidden_size=c.hidden_size,
-        intermediate_size=c.intermediate_size,
-        num_hidden_layers=1,
-        num_attention_heads=c.num_attention_heads,
-        num_key_value_heads=c.num_key_value_heads,
-        head_dim=c.head_dim,
-        vocab_size=c.vocab_size,
-        max_position_embeddings=c.max_position_embeddings,
-        rms_norm_eps=c.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-    )
+    layer = layouts.layer_config(c)
     layer._attn_implementation = "simple_flex_attention" if cuda else "eager"
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer,

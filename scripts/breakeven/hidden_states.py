@@ -147,6 +147,16 @@ def refuse_one_sided(prompts: list[list[int]], responses: list[list[int]]) -> No
             )
 
 
+def fill_tokens(tensors: dict[str, Tensor], prompts: list[list[int]], responses: list[list[int]]) -> None:
+    """Write what is known before the target runs: token ids, where each sequence lies, which tokens are the response."""
+    lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
+    tensors["cu_seqlens"][1:] = torch.tensor(lengths).cumsum(0)
+    for start, prompt, response in zip(tensors["cu_seqlens"].tolist(), prompts, responses, strict=False):
+        end = start + len(prompt) + len(response)
+        tensors["token_ids"][start:end] = torch.tensor(prompt + response)
+        tensors["loss_mask"][start + len(prompt) : end] = True
+
+
 def extract(capture: Capture, prompts: list[list[int]], responses: list[list[int]], budget: int, device: str) -> dict:
     """Run the target over prompt + response of each sequence and return the shard's tensors (on the CPU).
 
@@ -160,19 +170,18 @@ def extract(capture: Capture, prompts: list[list[int]], responses: list[list[int
     tensors = {
         "token_ids": torch.empty(total, dtype=torch.int32),
         "loss_mask": torch.zeros(total, dtype=torch.bool),
-        "cu_seqlens": torch.tensor(starts, dtype=torch.int64),
+        "cu_seqlens": torch.zeros(len(lengths) + 1, dtype=torch.int64),
         "hidden": torch.empty(total, len(capture.layers), hidden_size, dtype=torch.bfloat16),
         "last": torch.empty(total, hidden_size, dtype=torch.bfloat16),
         "argmax": torch.full((total,), -1, dtype=torch.int32),
     }
+    fill_tokens(tensors, prompts, responses)
     with Progress(total, "tok", "hidden states") as progress:
         for batch in batches(lengths, budget):
             ids, sizes = pad([torch.tensor(prompts[i] + responses[i]) for i in batch])
             captured = capture(ids.to(device), sizes.to(device))
             for row, i in enumerate(batch):
                 at, n, n_prompt = starts[i], lengths[i], len(prompts[i])
-                tensors["token_ids"][at : at + n] = ids[row, :n]
-                tensors["loss_mask"][at + n_prompt : at + n] = True
                 tensors["hidden"][at : at + n] = captured.features[row, :n].cpu()
                 tensors["last"][at : at + n] = captured.last[row, :n].cpu()
                 greedy = capture.logits(captured.last[row, n_prompt - 1 : n]).argmax(-1)

@@ -104,7 +104,7 @@ def load(
         artefacts.read_table(data_curve).to_pylist() if data_curve else [],
         figure.read_bytes() if data_curve and (figure := Path(data_curve).with_suffix(".svg")).is_file() else None,
         commit(Path(__file__).parent),
-        {Path(path).name: artefacts.sha256(path) for path in locks},
+        artefacts.hashes(*locks),
     )
 
 

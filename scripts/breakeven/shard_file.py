@@ -97,16 +97,6 @@ def check_rows(path: Path, cu_seqlens: Tensor) -> None:
         time.sleep(0.05)
 
 
-def fill_tokens(tensors: dict[str, Tensor], prompts: list[list[int]], responses: list[list[int]]) -> None:
-    """Write what is known before the target runs: token ids, where each sequence lies, which tokens are the response."""
-    lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
-    tensors["cu_seqlens"][1:] = torch.tensor(lengths).cumsum(0)
-    for start, prompt, response in zip(tensors["cu_seqlens"].tolist(), prompts, responses, strict=False):
-        end = start + len(prompt) + len(response)
-        tensors["token_ids"][start:end] = torch.tensor(prompt + response)
-        tensors["loss_mask"][start + len(prompt) : end] = True
-
-
 def extract(
     engine: ModuleType,
     folder: Path,
@@ -127,7 +117,7 @@ def extract(
     create(rows_path(path), {"rows": (torch.int64, (len(prompts),))})
     try:
         tensors = open_writable(path)
-        fill_tokens(tensors, prompts, responses)
+        hidden_states.fill_tokens(tensors, prompts, responses)
         sequences = [p + r for p, r in zip(prompts, responses, strict=True)]
         with Progress(total, "tok", "hidden states") as progress:
             for i, *_ in engine.extract(str(folder), sequences, path, layers, config, settings):

@@ -106,18 +106,7 @@ def run_of(sequences, settings=SETTINGS):
 
 def test_a_killed_and_resumed_run_ends_with_the_same_weights(tmp_path):
     sequences = Random(longest=300)
-    whole = run_of(sequences)
-    rows = [row["loss"] for row in list(whole.steps())]
-    first = run_of(sequences)
-    for number, _ in enumerate(first.steps(), 1):
-        if number == 5:
-            first.save(tmp_path / "state.pt", "key")
-            break
-    second = run_of(sequences)
-    assert second.resume(tmp_path / "state.pt", "key")
-    list(second.steps())
-    for name, tensor in whole.drafter.state_dict().items():
-        assert torch.equal(tensor, second.drafter.state_dict()[name]), name
+    rows, second = tinymodels.resumed(lambda: run_of(sequences), 5, tmp_path / "state.pt")
     assert rows == [row["loss"] for row in second.rows] and all(loss is not None for loss in rows)
 
 
@@ -164,16 +153,5 @@ def test_the_targets_pass_over_several_batches_gives_what_the_padded_one_does(on
 
 @pytest.mark.parametrize("budget", [256, 1024])
 def test_online_training_killed_and_resumed_ends_with_the_same_weights(online, tmp_path, budget):
-    whole = online(budget)
-    rows = [row["loss"] for row in list(whole.steps())]
-    first = online(budget)
-    for number, _ in enumerate(first.steps(), 1):
-        if number == 3:
-            first.save(tmp_path / "state.pt", "key")
-            break
-    second = online(budget)
-    assert second.resume(tmp_path / "state.pt", "key")
-    list(second.steps())
-    for name, tensor in whole.drafter.state_dict().items():
-        assert torch.equal(tensor, second.drafter.state_dict()[name]), name
+    rows, second = tinymodels.resumed(lambda: online(budget), 3, tmp_path / "state.pt")
     assert rows == [row["loss"] for row in second.rows]

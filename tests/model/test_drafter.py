@@ -7,7 +7,6 @@ import torch.nn.functional as F
 import tinymodels
 from breakeven.drafter import (
     DrafterConfig,
-    Rows,
     chain_mask,
     initialise_from_drafter,
     inverse_frequencies,
@@ -51,20 +50,7 @@ def reference_chain(drafter, tokens, features, row, steps):
 
 @pytest.mark.parametrize("first_row", [0, 4])
 def test_steps_equal_a_literal_chain_with_a_key_cache(drafter, first_row):
-    torch.manual_seed(1)
-    length, steps = 11, 3
-    tokens = torch.randint(3, 120, (length + steps + 1,)).tolist()
-    features = drafter.fuse(torch.randn(1, length, 3, 32))
-    hidden, context, outputs = features, None, []
-    for step in range(steps):
-        start = 0 if step == 0 else first_row
-        fed = torch.tensor([tokens[start + 1 + step : length + 1 + step]])
-        hidden, context = drafter.step(fed, hidden, context, Rows.suffix(length, first_row))
-        outputs.append(hidden[0])
-    for row in (first_row, first_row + 3, length - 1):
-        expected = reference_chain(drafter, tokens, features[0], row, steps)
-        for step in range(steps):
-            torch.testing.assert_close(outputs[step][row - first_row], expected[step], atol=1e-4, rtol=1e-4)
+    tinymodels.check_steps(drafter, reference_chain, first_row)
 
 
 def test_mask_sees_the_past_of_step_zero_and_its_own_later_keys():

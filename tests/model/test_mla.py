@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import tinymodels
 from breakeven import artefacts, checkpoint, hidden_states, preflight, speed, target, vocabulary, walk, whatif
 from breakeven.cli import UserError
-from breakeven.drafter import DrafterConfig, Rows, initialise_from_drafter
+from breakeven.drafter import DrafterConfig, initialise_from_drafter
 
 SCRIPTS = Path(preflight.__file__).parents[1]
 IDS = torch.arange(0, 120, 2)
@@ -87,20 +87,7 @@ def reference_chain(drafter, tokens, features, row, steps):
 
 @pytest.mark.parametrize("first_row", [0, 4])
 def test_steps_equal_a_literal_chain_with_a_latent_cache(drafter, first_row):
-    torch.manual_seed(1)
-    length, steps = 11, 3
-    tokens = torch.randint(3, 120, (length + steps + 1,)).tolist()
-    features = drafter.fuse(torch.randn(1, length, 3, 32))
-    hidden, context, outputs = features, None, []
-    for step in range(steps):
-        start = 0 if step == 0 else first_row
-        fed = torch.tensor([tokens[start + 1 + step : length + 1 + step]])
-        hidden, context = drafter.step(fed, hidden, context, Rows.suffix(length, first_row))
-        outputs.append(hidden[0])
-    for row in (first_row, first_row + 3, length - 1):
-        expected = reference_chain(drafter, tokens, features[0], row, steps)
-        for step in range(steps):
-            torch.testing.assert_close(outputs[step][row - first_row], expected[step], atol=1e-4, rtol=1e-4)
+    tinymodels.check_steps(drafter, reference_chain, first_row)
 
 
 def test_attention_is_the_targets_last_layers_at_the_start(mla_target, drafter):

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from breakeven import artefacts, hidden_states, tables, target
-from breakeven.drafter import Drafter, DrafterConfig, initialise_from_target, target_tensor_names
+from breakeven.drafter import Drafter, DrafterConfig, Rows, initialise_from_target, target_tensor_names
 
 VOCABULARY = 120
 DISTINCT = [1, 3, 5]
@@ -141,3 +141,38 @@ def random_drafter(shape: DrafterConfig, seed: int = 0) -> Drafter:
     """A drafter with random weights and embeddings."""
     torch.manual_seed(seed)
     return Drafter(shape, torch.randn(shape.vocab_size, shape.hidden_size))
+
+
+def check_steps(drafter: Drafter, reference_chain, first_row: int) -> None:
+    """Draft steps of all rows at once are those of `reference_chain`(drafter, tokens, features, row, steps), row by row."""
+    torch.manual_seed(1)
+    length, steps = 11, 3
+    tokens = torch.randint(3, 120, (length + steps + 1,)).tolist()
+    features = drafter.fuse(torch.randn(1, length, 3, 32))
+    hidden, context, outputs = features, None, []
+    for step in range(steps):
+        start = 0 if step == 0 else first_row
+        fed = torch.tensor([tokens[start + 1 + step : length + 1 + step]])
+        hidden, context = drafter.step(fed, hidden, context, Rows.suffix(length, first_row))
+        outputs.append(hidden[0])
+    for row in (first_row, first_row + 3, length - 1):
+        expected = reference_chain(drafter, tokens, features[0], row, steps)
+        for step in range(steps):
+            torch.testing.assert_close(outputs[step][row - first_row], expected[step], atol=1e-4, rtol=1e-4)
+
+
+def resumed(make_run, stop: int, path: Path):
+    """Losses of a whole run, and a run stopped after `stop` rows and resumed from `path`, whose weights are the same."""
+    whole = make_run()
+    losses = [row["loss"] for row in list(whole.steps())]
+    first = make_run()
+    for number, _ in enumerate(first.steps(), 1):
+        if number == stop:
+            first.save(path, "key")
+            break
+    second = make_run()
+    assert second.resume(path, "key")
+    list(second.steps())
+    for name, tensor in whole.drafter.state_dict().items():
+        assert torch.equal(tensor, second.drafter.state_dict()[name]), name
+    return losses, second
