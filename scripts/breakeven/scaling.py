@@ -101,6 +101,51 @@ def fit(samples: Sequence[int], lengths: np.ndarray, k: int) -> Law:
     return Law(np.take_along_axis(limit, best, -1)[..., 0], b, c)
 
 
+@dataclass
+class Lengths:
+    """Acceptance lengths of P drafters that walked the same held-out responses with one K."""
+
+    lengths: np.ndarray  # AL, float64 [P]
+    resampled: np.ndarray  # AL, float64 [R, P]; one resample of conversations for all drafters
+    conversations: int
+    steps: np.ndarray  # verification steps, int64 [P]
+
+
+def lengths(walks: Mapping[str, Any], k: int, resamples: int = 2000, seed: int = 0) -> Lengths:
+    """walks: by what an error calls it, a pandas table of tables.OFFLINE_BY_SEQUENCE.
+
+    UserError for drafters that walked different sequences, a K that was not walked, or fewer conversations than an
+    interval needs.
+    """
+    tables = {name: table[table["k"] == k].sort_values("sequence") for name, table in walks.items()}
+    first = next(iter(tables.values()))
+    for name, table in tables.items():
+        if table.empty:
+            raise UserError(f"{name} was not walked with K = {k}; choose a smaller K")
+        if table["sequence"].tolist() != first["sequence"].tolist():
+            raise UserError(f"{name} walked other held-out sequences than the first; walk it again")
+    group = np.unique(first["conversation"].to_numpy(), return_inverse=True)[1]
+    conversations = int(group.max()) + 1
+    if conversations < stats.MINIMUM_PROMPTS:
+        raise UserError(
+            f"there are walks of {conversations} held-out conversations, and an interval needs"
+            f" {stats.MINIMUM_PROMPTS} or more; raise prompts.held_out_fraction or prompts.size"
+        )
+    steps = np.stack([np.bincount(group, t["steps"]) for t in tables.values()], axis=1)  # [C, P]
+    accepted = np.stack(
+        [np.bincount(group, [sum(counts) for counts in t["accepted_per_position"]]) for t in tables.values()], axis=1
+    )
+    if not steps.sum(0).all():
+        raise UserError(f"no held-out response is long enough to judge a step of K = {k}; raise sampling.max_tokens")
+    draws = np.random.default_rng(seed).multinomial(conversations, np.full(conversations, 1 / conversations), resamples)
+    return Lengths(
+        1 + accepted.sum(0) / steps.sum(0),
+        1 + (draws @ accepted) / np.maximum(draws @ steps, 1),
+        conversations,
+        steps.sum(0).astype(np.int64),
+    )
+
+
 def curve(points: Mapping[int, Any], k: int, resamples: int = 2000, seed: int = 0) -> Curve:
     """The curve of one K. points: by number of samples, a pandas table of tables.OFFLINE_BY_SEQUENCE.
 
@@ -111,32 +156,11 @@ def curve(points: Mapping[int, Any], k: int, resamples: int = 2000, seed: int = 
         raise UserError(
             f"data_curve.samples: {len(points)} points do not determine a law with three parameters; name three or more"
         )
-    tables = {n: table[table["k"] == k].sort_values("sequence") for n, table in sorted(points.items())}
-    first = next(iter(tables.values()))
-    for n, table in tables.items():
-        if table.empty:
-            raise UserError(f"the point of {n} samples was not walked with K = {k}; choose a smaller K in data_curve.k")
-        if table["sequence"].tolist() != first["sequence"].tolist():
-            raise UserError(f"the point of {n} samples walked other held-out sequences than the first; walk it again")
-    group = np.unique(first["conversation"].to_numpy(), return_inverse=True)[1]
-    conversations = int(group.max()) + 1
-    if conversations < stats.MINIMUM_PROMPTS:
-        raise UserError(
-            f"the points were walked on {conversations} held-out conversations, and an interval needs"
-            f" {stats.MINIMUM_PROMPTS} or more; raise prompts.held_out_fraction or prompts.size"
-        )
-    steps = np.stack([np.bincount(group, t["steps"]) for t in tables.values()], axis=1)  # [C, P]
-    accepted = np.stack(
-        [np.bincount(group, [sum(counts) for counts in t["accepted_per_position"]]) for t in tables.values()], axis=1
-    )
-    if not steps.sum(0).all():
-        raise UserError(f"no held-out response is long enough to judge a step of K = {k}; raise sampling.max_tokens")
-    draws = np.random.default_rng(seed).multinomial(conversations, np.full(conversations, 1 / conversations), resamples)
-    lengths = 1 + accepted.sum(0) / steps.sum(0)
-    resampled = 1 + (draws @ accepted) / np.maximum(draws @ steps, 1)
-    samples = np.array(list(tables), dtype=np.int64)
-    law, laws = fit(samples, lengths, k), fit(samples, resampled, k)
-    return Curve(k, samples, lengths, resampled, law, laws, conversations, steps.sum(0).astype(np.int64))
+    points = dict(sorted(points.items()))
+    walks = lengths({f"the point of {n} samples": table for n, table in points.items()}, k, resamples, seed)
+    samples = np.array(list(points), dtype=np.int64)
+    law, laws = fit(samples, walks.lengths, k), fit(samples, walks.resampled, k)
+    return Curve(k, samples, walks.lengths, walks.resampled, law, laws, walks.conversations, walks.steps)
 
 
 def step_costs(measured: Mapping[str, Any], summary: Any, drafters: Sequence[str]) -> dict[str, StepCost]:

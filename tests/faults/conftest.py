@@ -15,14 +15,19 @@ OUTCOMES: list[harness.Outcome] = []
 
 
 def pytest_addoption(parser):
-    parser.addoption("--seeds", default="0-99", help="nightly faults: seeds FIRST-LAST, both included, or one number")
+    parser.addoption("--seeds", default="0-99", help="nightly faults: numbers and FIRST-LAST, both included, by commas")
+
+
+def numbers(text: str) -> list[int]:
+    """What --seeds names: "7,10-12" is 7, 10, 11, 12."""
+    spans = [part.partition("-") for part in text.split(",")]
+    return [seed for first, _, last in spans for seed in range(int(first), int(last or first) + 1)]
 
 
 def pytest_generate_tests(metafunc):
     if "nightly_seed" in metafunc.fixturenames:
-        first, _, last = metafunc.config.getoption("--seeds", "0-99").partition("-")
         asked = "nightly" in (metafunc.config.option.markexpr or "")
-        seeds = range(int(first), int(last or first) + 1) if asked else ()
+        seeds = numbers(metafunc.config.getoption("--seeds", "0-99")) if asked else []
         metafunc.parametrize("nightly_seed", seeds, ids=[harness.draw(seed).name for seed in seeds])
     if "ci_seed" in metafunc.fixturenames:
         metafunc.parametrize("ci_seed", CI, ids=[harness.draw(seed).name for seed in CI])
