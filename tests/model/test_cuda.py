@@ -161,7 +161,7 @@ def test_online_training_killed_and_resumed_ends_with_the_same_weights(online, t
     assert rows == [row["loss"] for row in second.rows]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 @pytest.mark.parametrize("way", [(), ("--sharded",)], ids=["data parallel", "sharded"])
 def test_two_gpus_train_as_one(way):
     script = Path(__file__).parents[2] / "benchmarks" / "train" / "scaling.py"
