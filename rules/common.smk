@@ -317,6 +317,11 @@ def drafter_gpus(wildcards):
     )
 
 
+def drafter_sharded(wildcards):
+    """An option of train_drafter.py; a resource, as `gpu` is, since it does not change the result."""
+    return "--sharded" if config["drafters"][wildcards.drafter].get("sharded") else ""
+
+
 def drafter_threads(wildcards):
     """Each rank prepares its own batches."""
     return config["threads"] * max(1, drafter_gpus(wildcards))

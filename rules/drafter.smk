@@ -25,6 +25,7 @@ rule train_drafter:
     threads: drafter_threads
     resources:
         gpu=drafter_gpus,
+        sharded=drafter_sharded,
         machine=1,
         runtime=growing(720),
         mem_mb=growing(32000, drafter_gpus),
@@ -42,5 +43,6 @@ rule train_drafter:
         "{params.python} scripts/on_gpus.py {resources.gpu} {input.script[0]}"
         " --target results/target --vocabulary {input.vocabulary}"
         " {params.sequences} {input.sequences} --settings {params.settings:q} --initialise-from {params.start:q}"
-        " {params.samples} --device {params.device} --ranks {resources.gpu} --threads {threads} --out {params.folder}"
+        " {params.samples} --device {params.device} --ranks {resources.gpu} {resources.sharded} --threads {threads}"
+        " --out {params.folder}"
         " > {log} 2>&1"

@@ -5,9 +5,10 @@
         --initialise-from target --out results/drafters/own/checkpoint
 
 With --responses in place of --hidden-states nothing is stored: the target runs inside the step. --ranks N trains on N
-GPUs, which share the batches of each optimizer step (batches_per_step in --settings): the result is that of one GPU, up to
-the order of sums. Writes config.json, model.safetensors, training.parquet, speed.json (tokens per second, MFU, peak memory)
-and manifest.json. An interrupted run continues from OUT.partial, with any N, and ends with the same weights as an
+GPUs, which share the batches of each optimizer step (batches_per_step in --settings): the result is that of one GPU,
+up to the order of sums; with --sharded each keeps a part of the weights and the optimizer's state. Writes
+config.json, model.safetensors, training.parquet, speed.json (tokens per second, MFU, peak memory) and manifest.json.
+An interrupted run continues from OUT.partial, with any N, sharded or not, and ends with the same weights as an
 uninterrupted one.
 """
 
@@ -60,6 +61,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, help="train on the first N training samples; all if not given")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--ranks", type=int, default=1, help="processes that train together, a GPU each")
+    parser.add_argument(
+        "--sharded", action="store_true", help="each rank keeps its part only of weights and optimizer state (FSDP2)"
+    )
     parser.add_argument("--threads", type=int, default=0, help="CPU threads, shared by ranks; 0 leaves torch's choice")
     parser.add_argument(
         "--peak-flops", type=float, help="bf16 FLOP/s of the device, for MFU where breakeven/speed.py has none"
@@ -68,7 +72,7 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path, help="checkpoint folder to write")
     args = parser.parse_args()
     ranks.launch(args.ranks)
-    with ranks.joined(args.device) as (own, args.device):
+    with ranks.joined(args.device, args.sharded) as (own, args.device):
         train(args, own)
 
 
@@ -129,16 +133,17 @@ def train(args: argparse.Namespace, own: ranks.Ranks) -> None:
     run.resume(partial / "state.pt", key)
     saved = time.monotonic()
     for _ in run.steps():
-        if own.writer and time.monotonic() - saved > args.save_every:
+        if own.all_write(time.monotonic() - saved > args.save_every):
             run.save(partial / "state.pt", key)
             saved = time.monotonic()
+    weights = run.weights()
     if not own.writer:
         return
 
     folder = partial / "checkpoint"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    checkpoint.save(folder, drafter, maps["d2t"], maps["t2d"], config)
+    checkpoint.save(folder, drafter, maps["d2t"], maps["t2d"], config, weights=weights)
     rows = [dict.fromkeys(tables.TRAINING.names) | row for row in run.rows]
     artefacts.write_table(folder / "training.parquet", rows, tables.TRAINING)
     artefacts.write_json(folder / "speed.json", run.meter.report())

@@ -2,6 +2,7 @@
 
     scaling.py --ranks 2 --device cuda
     scaling.py --ranks 2 --device cuda --shape llama-8b --steps 30
+    scaling.py --ranks 2 --device cuda --shape llama-8b --steps 30 --sharded
 
 Both train the same batches, `--batches-per-step` (N by default) to an optimizer step; the losses of both are compared too.
 N ranks go first, so that all compile at the same time, then rank 0 alone, `--rounds` times in turn. Prints one line of JSON;
@@ -9,6 +10,7 @@ what was measured before `--limit` is printed also where the rest was not.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import subprocess
@@ -28,6 +30,9 @@ from breakeven import artefacts, cli, ranks, training
 def main() -> int:
     parser = cli.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="N, a GPU for each")
+    parser.add_argument(
+        "--sharded", action="store_true", help="N ranks keep a part each of weights and optimizer state"
+    )
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m", help="target that the drafter is made for")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens in a batch")
@@ -40,7 +45,7 @@ def main() -> int:
     parser.add_argument("--result", type=Path, help="where the ranks write what they measured; for their own use")
     args = parser.parse_args()
     if args.result:
-        with ranks.joined(args.device) as (own, args.device):
+        with ranks.joined(args.device, args.sharded) as (own, args.device):
             measure(args, own)
         return 0
     with tempfile.TemporaryDirectory() as folder:
@@ -61,8 +66,6 @@ def measure(args: argparse.Namespace, own: ranks.Ranks) -> None:
     """What one rank does: its part of each run, and the runs on one rank if it is the first."""
     started = time.monotonic()
     config, together = SHAPES[args.shape], args.batches_per_step or own.size
-    drafter, head = made(config, args.device)
-    initial = {name: x.clone() for name, x in drafter.state_dict().items()}
     sequences = RandomSequences(config, args.steps * together * args.batch_tokens, "bfloat16")
     settings = training.Settings(
         args.ttt_steps, epochs=1, batch_tokens=args.batch_tokens, batches_per_step=together, learning_rate=1e-4
@@ -73,15 +76,31 @@ def measure(args: argparse.Namespace, own: ranks.Ranks) -> None:
             own.wait()
             if place is ranks.ALONE and not own.writer:
                 continue
-            drafter.load_state_dict(initial)
+            run = None
+            gc.collect()  # the run before, in which modules and their hooks refer to each other
+            if args.device.startswith("cuda"):
+                torch.cuda.reset_peak_memory_stats()
+            drafter, head = made(config, args.device)
             run = training.Run(drafter, head, sequences, settings, args.device, peak=args.peak_flops, ranks=place)
+            del drafter, head
             run.unroll = compiled = compiled or run.unroll
             losses = [row["loss"] for row in list(run.steps()) if row["split"] == "train"]
-            measured.append({"ranks": place.size} | run.meter.report() | {"batch": run.shape, "losses": losses})
+            found = {"ranks": place.size, "sharded": place.sharded} | run.meter.report()
+            found |= {"peak_memory_bytes_by_rank": by_rank(place, found["peak_memory_bytes"], args.device)}
+            measured.append(found | {"batch": run.shape, "losses": losses})
             cli.logger.info("%d ranks: %s, %.0f s since the start", place.size, run.meter, time.monotonic() - started)
             if own.writer:
                 artefacts.write_json(args.result, measured)
     own.wait()
+
+
+def by_rank(place: ranks.Ranks, number: int | None, device: str) -> list[int] | None:
+    """The number of each rank; None where there is none."""
+    if number is None:
+        return None
+    numbers = torch.zeros(place.size, dtype=torch.int64, device=device)
+    numbers[place.rank] = number
+    return place.sum(numbers).tolist()
 
 
 def summary(args: argparse.Namespace, measured: list[dict]) -> dict:
@@ -95,6 +114,7 @@ def summary(args: argparse.Namespace, measured: list[dict]) -> dict:
     pairs = zip(losses[1], losses[args.ranks], strict=True) if both else ()
     return {
         "shape": args.shape,
+        "sharded": args.sharded,
         "torch": torch.__version__,
         "batch_tokens": args.batch_tokens,
         "batches_per_step": args.batches_per_step or args.ranks,

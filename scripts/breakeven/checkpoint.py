@@ -69,14 +69,16 @@ def save(
     t2d: np.ndarray,
     target_config: dict[str, Any],
     dtype=torch.bfloat16,
+    weights: dict[str, Tensor] | None = None,
 ) -> None:
     """Write config.json and model.safetensors into `folder`, which must exist.
 
     Embeddings are not written: both engines share the target's, and a copy could only differ from it.
+    weights: the drafter's, where it does not hold them whole itself.
     """
     tensors = {
         name: tensor.detach().to("cpu", dtype).contiguous()
-        for name, tensor in drafter.state_dict().items()
+        for name, tensor in (weights or drafter.state_dict()).items()
         if not name.startswith(("embed_tokens", "rotary."))
     }
     tensors |= {"d2t": torch.from_numpy(d2t.copy()), "t2d": torch.from_numpy(t2d.copy())}

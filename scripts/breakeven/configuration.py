@@ -173,6 +173,11 @@ def _check_samples(config: dict[str, Any]) -> None:
                 f"config, drafters.{name}.gpus: {ranks} GPUs cannot share the {batches} batches of an optimizer step; lower"
                 f" it, or set settings.batches_per_step to {ranks} or a multiple, which makes its steps larger"
             )
+        if drafter.get("sharded") and ranks == 1:
+            raise UserError(
+                f"config, drafters.{name}.sharded: one GPU keeps the whole drafter; set gpus to 2 or more, or leave"
+                " sharded out"
+            )
         samples = drafter.get("samples") or 0
         if samples > prompts["size"] * per_prompt:
             place = "data_curve" if name in points(config) else f"drafters.{name}"

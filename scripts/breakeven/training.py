@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 from breakeven import artefacts
 from breakeven.cli import Progress, UserError, logger
@@ -365,6 +366,7 @@ class Run:
         self.lengths = [sequences.length(i) for i in range(len(sequences))]
         self.shape = self._shape() if self.cuda else None
         self.unroll = torch.compile(unroll, dynamic=False) if self.cuda else unroll
+        ranks.shard(drafter)  # the optimizer's state is of what is left
         self.optimizer = torch.optim.AdamW(
             drafter.parameters(),
             lr=settings.learning_rate,
@@ -428,18 +430,27 @@ class Run:
         if not self.held_out:
             return {"loss": None, "accuracy": None}
         found = [torch.zeros(1 + 2 * self.settings.ttt_steps, dtype=torch.double, device=self.device)]
+        self.ranks.gather(self.drafter)
         for batch in self._batches(self.ranks.own(self.validation_batches())):
             with autocast(self.device):
                 loss, right, counted = chain_loss(self.drafter, self.head, batch, self.settings, self.unroll)
             found.append(torch.cat([loss[None] * len(batch.lengths), right, counted]).double())
+        self.ranks.release(self.drafter)
         total = self.ranks.sum(torch.stack(found).sum(0)).cpu()
         right, counted = total[1:].chunk(2)
         return {"loss": total[0].item() / len(self.held_out), "accuracy": (right / counted.clamp(min=1)).tolist()}
 
+    def weights(self) -> dict[str, Tensor]:
+        """The drafter's, for the rank that writes; ranks that hold parts ask together."""
+        return self.ranks.gathered(self.drafter.state_dict())
+
     def state(self) -> dict[str, Any]:
+        """What a run goes on from, the same for any number of ranks, sharded or not."""
+        optimizer = self.optimizer.state_dict()
+        optimizer["state"] = {i: self.ranks.gathered(own) for i, own in optimizer["state"].items()}
         return {
-            "drafter": self.drafter.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "drafter": self.weights(),
+            "optimizer": optimizer,
             "place": (self.epoch, self.position, self.step, self.tokens),
             "rows": self.rows,
             "rng": torch.get_rng_state(),
@@ -447,29 +458,41 @@ class Run:
 
     def save(self, path: Path, fingerprint: str) -> None:
         self.read()
+        state = self.state()
+        if not self.ranks.writer:
+            return
         # Through a file of Python's, which says when the disk is full; torch's own does not.
         with artefacts.atomic(path) as temporary, open(temporary, "wb") as file:
-            torch.save({"fingerprint": fingerprint, **self.state()}, file)
+            torch.save({"fingerprint": fingerprint, **state}, file)
 
     def resume(self, path: Path, fingerprint: str) -> bool:
         """Continue from `path` if it belongs to the same parameters and inputs; else say so and start over."""
         if not path.is_file():
             return False
         try:
-            state = torch.load(path, map_location=self.device, weights_only=True)
+            # Whole, it may not fit on the device of a rank that holds a part.
+            device = "cpu" if self.ranks.sharded else self.device
+            state = torch.load(path, map_location=device, weights_only=True)
         except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
             logger.info("%s cannot be read (%s); starting from the beginning", path, " ".join(str(error).split())[:200])
             return False
         if state["fingerprint"] != fingerprint:
             logger.info("%s belongs to other settings or data; starting from the beginning", path)
             return False
-        self.drafter.load_state_dict(state["drafter"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self._load(state["drafter"], state["optimizer"])
         self.epoch, self.position, self.step, self.tokens = state["place"]
         self.rows = state["rows"]
         torch.set_rng_state(state["rng"].cpu())
         logger.info("resuming at epoch %d, optimizer step %d", self.epoch + 1, self.step)
         return True
+
+    def _load(self, weights: dict[str, Tensor], optimizer: dict[str, Any]) -> None:
+        """Take over weights and optimizer state of `state`, this rank's part of them."""
+        part, held = self.ranks.own_part, self.drafter.state_dict()
+        self.drafter.load_state_dict({name: part(x, held[name]) for name, x in weights.items()})
+        parameters = list(self.drafter.parameters())
+        own = {i: {name: part(x, parameters[i]) for name, x in of.items()} for i, of in optimizer["state"].items()}
+        self.optimizer.load_state_dict({**optimizer, "state": own})
 
     def steps(self) -> Iterator[dict[str, Any]]:
         """Train to the end, yielding the row of each optimizer step and of each validation (after every epoch).
@@ -522,14 +545,15 @@ class Run:
             rows = self.ranks.sum(sum((labelled(self.head, batch)[2].sum(1) for batch in batches), rows))
         self.optimizer.zero_grad(set_to_none=True)
         found = torch.zeros(1 + 2 * self.settings.ttt_steps, device=self.device)
+        self.ranks.gather(self.drafter)
         for batch in batches:
             with autocast(self.device):
                 loss, right, counted = chain_loss(self.drafter, self.head, batch, self.settings, self.unroll, rows)
             loss.backward()
             found += torch.cat([loss.detach()[None], right, counted])
-        found = self.ranks.sum_gradients(self.drafter.parameters(), found)
+        found = self.ranks.sum_gradients(self.drafter, found)
         right, counted = found[1:].chunk(2)
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.settings.gradient_clip)
+        norm = self.ranks.full(clip_grad_norm_(self.drafter.parameters(), self.settings.gradient_clip))
         self.optimizer.step()
         row = {
             "step": self.step,

@@ -1,6 +1,10 @@
 """The CUDA path (flex attention, compiled steps, padded batches) against the CPU path; needs a GPU."""
 
 import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -155,3 +159,19 @@ def test_the_targets_pass_over_several_batches_gives_what_the_padded_one_does(on
 def test_online_training_killed_and_resumed_ends_with_the_same_weights(online, tmp_path, budget):
     rows, second = tinymodels.resumed(lambda: online(budget), 3, tmp_path / "state.pt")
     assert rows == [row["loss"] for row in second.rows]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+@pytest.mark.parametrize("way", [(), ("--sharded",)], ids=["data parallel", "sharded"])
+def test_two_gpus_train_as_one(way):
+    script = Path(__file__).parents[2] / "benchmarks" / "train" / "scaling.py"
+    command = [sys.executable, str(script), "--device", "cuda", "--ranks", "2", "--batches-per-step", "4", *way]
+    # Weights and optimizer state are most of what this takes.
+    command += ["--shape", "llama-8b", "--batch-tokens", "1024", "--steps", "12", "--rounds", "1", "--limit", "300"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert process.returncode == 0, process.stderr
+    found = json.loads(process.stdout)
+    assert found["largest_relative_loss_difference"] < 2e-3
+    assert [run["sharded"] for run in found["measured"]] == [bool(way), False]
+    both, (one,) = (run["peak_memory_bytes_by_rank"] for run in found["measured"])
+    assert len(both) == 2 and (not way or max(both) < one)

@@ -169,6 +169,15 @@ def test_a_drafter_is_trained_on_as_many_gpus_as_share_a_step(config):
     assert configuration.gpus(config, "train_drafter", own) == 4
 
 
+def test_a_drafter_is_sharded_over_several_gpus_only(config):
+    own = config["drafters"]["own"]
+    own["sharded"] = True
+    with pytest.raises(UserError, match="drafters.own.sharded: one GPU keeps the whole drafter; set gpus to 2 or more"):
+        configuration.check(config, SCHEMA)
+    own |= {"gpus": 2, "settings": own["settings"] | {"batches_per_step": 2}}
+    configuration.check(config, SCHEMA)
+
+
 def test_json_of_equal_settings_is_equal(config):
     shuffled = json.loads(json.dumps(copy.deepcopy(config["responses"])))
     shuffled["sampling"] = dict(reversed(shuffled["sampling"].items()))
