@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from breakeven import mla
 from breakeven.mla import LatentAttention, LatentShape
 from breakeven.norm import RMSNorm
-from breakeven.target import rope
+from breakeven.target import computes_bfloat16, rope
 
 # cuDNN's attention plans anew for every shape, and batches differ: 55 ms a call where the kernel takes 0.1 (H200).
 torch.backends.cuda.enable_cudnn_sdp(False)
@@ -294,8 +294,8 @@ class Drafter(nn.Module):
 
 
 def autocast(device: str):
-    """bf16 autocast; the master weights stay float32."""
-    return torch.autocast(device_type=device.split(":")[0], dtype=torch.bfloat16)
+    """bf16 autocast, where the device computes in bf16; the master weights stay float32."""
+    return torch.autocast(device.split(":")[0], torch.bfloat16, enabled=computes_bfloat16(device))
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

@@ -120,7 +120,7 @@ class Capture:
     @torch.inference_mode()
     def logits(self, last: Tensor) -> Tensor:
         """Target logits [..., V] of pre-norm hidden states [..., H]."""
-        return self.model.lm_head(self.body.norm(last))
+        return self.model.lm_head(self.body.norm(last.to(self.model.dtype)))
 
 
 def batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
