@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from breakeven import artefacts, benchmark, chat, cli, conversations, engines, load, servers, tables, target
+from breakeven import artefacts, benchmark, chat, cli, conversations, engines, load, machine, servers, tables, target
 
 
 def main() -> None:
@@ -88,7 +88,7 @@ def main() -> None:
         inputs=inputs,
         counts={"requests": len(rows), "completion_tokens": sum(row["completion_tokens"] for row in rows)},
         versions=installed["versions"],
-        machine=benchmark.machine(),
+        machine=machine.facts(),
         files=artefacts.hashes(args.out),
         **found,
     )

@@ -17,7 +17,7 @@ import json
 import math
 from pathlib import Path
 
-from breakeven import artefacts, benchmark, cli, engines, servers, steptimes, tables, target
+from breakeven import artefacts, benchmark, cli, engines, machine, servers, steptimes, tables, target
 from breakeven.engines import Speculation
 
 
@@ -92,7 +92,7 @@ def main() -> None:
         inputs={"target": args.target / "manifest.json", "drafter": args.checkpoint / "config.json"},
         counts={"requests": sum(row["requests"] for row in rows)},
         versions=facts["versions"],
-        machine=benchmark.machine(),
+        machine=machine.facts(),
         drift=drift,
         cross_check=forced,
         files=artefacts.hashes(args.out),

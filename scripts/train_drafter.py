@@ -118,7 +118,9 @@ def train(args: argparse.Namespace, own: ranks.Ranks) -> None:
         cli.logger.info("head: %d of %d rows from %s, the others from the target", kept, len(ids), args.initialise_from)
     head = training.TargetHead(
         tensors["norm.weight"].to(args.device),
-        tensors["lm_head.weight"][ids].to(args.device, None if target.computes_bfloat16(args.device) else torch.float32),
+        tensors["lm_head.weight"][ids].to(
+            args.device, None if target.computes_bfloat16(args.device) else torch.float32
+        ),
         torch.from_numpy(maps["t2d"]).to(args.device),
         config["rms_norm_eps"],
     )

@@ -1,19 +1,14 @@
 """Measuring one arm once: every prompt of a protocol against a running server, one stream or several requests at once."""
 
-import hashlib
 import json
-import platform
 import queue
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import psutil
 import requests
 
 from breakeven import load
@@ -342,34 +337,3 @@ def sanity(client: Client, rows: list[dict[str, Any]]) -> dict[str, dict[str, An
         if problem:
             logger.warning("prompt %s: %s", row["prompt_id"], problem)
     return found
-
-
-def machine() -> dict[str, Any]:
-    """What a speed depends on; its fingerprint keeps numbers of different machines apart."""
-    facts = {
-        "cpu": _cpu_name(),
-        "cores": psutil.cpu_count(),
-        "memory_gb": round(psutil.virtual_memory().total / 1e9),
-        "gpu": _gpus(),
-    }
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
-    return facts | {"fingerprint": digest}
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def _gpus() -> list[str]:
-    try:
-        query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-        done = subprocess.run(query, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []

@@ -799,6 +799,7 @@ def facts_of(
     counts = manifest.get("counts") or {}
     flags = {str(key).replace("_", "-") for key, value in (arm.parameters.get("flags") or {}).items() if value}
     cost, _ = step_cost_of(arm, step_cost)
+    machine = next(iter(arm.manifests.values()))["machine"]
     return verdict.Facts(
         label=row["verdict"],
         k=arm.k,
@@ -816,8 +817,10 @@ def facts_of(
         predicted_rho=row["predicted_rho"],
         samples=counts.get("training_sequences"),
         response_tokens=counts.get("training_response_tokens"),
-        graphs_off=bool(flags & {"enforce-eager", "disable-cuda-graph"})
-        and bool(next(iter(arm.manifests.values()))["machine"].get("gpu")),
+        graphs_off=bool(flags & {"enforce-eager", "disable-cuda-graph"}) and bool(machine.get("gpu")),
+        emulated=machine.get("cpu_bfloat16") is False
+        and arm.parameters.get("hardware") == "cpu"
+        and (arm.parameters.get("flags") or {}).get("dtype", "auto") in ("auto", "bfloat16"),
         reasons=reasons,
     )
 

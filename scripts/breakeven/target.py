@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from breakeven import artefacts
+from breakeven import artefacts, machine
 from breakeven.cli import UserError
 
 
@@ -96,9 +96,7 @@ def load_norm_and_head(folder: Path | str) -> tuple[Any, Any]:
 
 def computes_bfloat16(device: str) -> bool:
     """Whether a device multiplies bfloat16 itself; a CPU that emulates it is several times as fast in float32."""
-    import torch
-
-    return not device.startswith("cpu") or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return not device.startswith("cpu") or machine.cpu_computes_bfloat16()
 
 
 def load_model(folder: Path | str, device: str, dtype: str | None = None):

@@ -356,6 +356,7 @@ class Facts:
     samples: int | None = None  # training samples
     response_tokens: int | None = None
     graphs_off: bool = False  # CUDA graphs are disabled on a GPU
+    emulated: bool = False  # served in bfloat16 on a CPU that has no instructions for it
     reasons: Sequence[str] = ()  # ids of refusals
 
     def __post_init__(self):
@@ -550,6 +551,17 @@ def what_would_pay(facts: Facts, data: Mapping[str, Any]) -> list[dict[str, str]
                 "needed": "on",
                 "note": f"elsewhere {graphs['before']} to {graphs['after']} tok/s at the same acceptance length"
                 f" ({graphs['source']}); plain decoding gains as well, so measure both arms again",
+            }
+        )
+    if facts.emulated:
+        known = data["bfloat16"]
+        rows.append(
+            {
+                "change": "bfloat16",
+                "now": "emulated by this CPU",
+                "needed": "AVX512-BF16 or AMX",
+                "note": f"without them the tokens of a step are bound by arithmetic: rho {known['emulated']} at K ="
+                f" {known['k']} where another CPU has {known['computed']} ({known['source']})",
             }
         )
     return rows

@@ -483,6 +483,28 @@ def test_the_best_k_comes_from_the_arms_where_nothing_else_is_known(tmp_path, sp
     assert row["needed"] == "1" and "arms of this run" in row["note"]
 
 
+@pytest.mark.parametrize(
+    ("hardware", "computes", "dtype", "said"),
+    [
+        ("cpu", False, "bfloat16", True),
+        ("cpu", False, None, True),
+        ("cpu", False, "float32", False),
+        ("cpu", True, "bfloat16", False),
+        ("cuda", False, "bfloat16", False),
+    ],
+)
+def test_a_cpu_that_emulates_bfloat16_is_part_of_what_would_pay(tmp_path, specs, hardware, computes, dtype, said):
+    base, arm = map(long, specs)
+    arm["rate"] = 24.0
+    for spec in (base, arm):
+        spec["machine"]["cpu_bfloat16"] = computes
+        spec["parameters"]["hardware"] = hardware
+        spec["parameters"]["flags"] |= {"dtype": dtype} if dtype else {}
+        files.write(tmp_path, spec)
+    result = comparison.compare([comparison.read_arm(tmp_path, spec["parameters"]["arm"]) for spec in (base, arm)])
+    assert any(row["change"] == "bfloat16" for row in result.details["vllm-own-k3"]["pay"]) is said
+
+
 def test_training_data_is_read_from_the_drafters_manifest(tmp_path, specs):
     base, arm = map(long, specs)
     arm |= {"conditional": [0.3, 0.2, 0.2], "rate": 28.0}

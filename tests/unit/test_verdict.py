@@ -307,6 +307,14 @@ def test_cuda_graphs_off_is_part_of_what_would_pay():
     assert judged.cause == "cost" and "276 to 378" in row["note"]
 
 
+def test_emulated_bfloat16_is_part_of_what_would_pay():
+    facts = Facts("slower", 3, GOOD, as_built=GOOD, speedup=0.78, rho=2.71)
+    assert not any(row["change"] == "bfloat16" for row in verdict.judge(facts, DATA).pay)
+    facts.emulated = True
+    row = next(row for row in verdict.judge(facts, DATA).pay if row["change"] == "bfloat16")
+    assert row["needed"] == "AVX512-BF16 or AMX" and "2.71" in row["note"] and "1.29" in row["note"]
+
+
 def test_out_of_reach_is_said():
     judged = verdict.judge(Facts("slower", 1, length=1.6, speedup=0.6, rho=1.6 / 0.6), DATA)
     assert "out of reach" in judged.pay[0]["note"] and judged.cause == "cost"
