@@ -1,14 +1,17 @@
-"""The stages without Snakemake: a killed or repeated run goes on, and the drafters' walks give a data curve's tables."""
+"""The stages without Snakemake: a killed or repeated run goes on, drafters are walked and served, as the rules would."""
 
+import json
 import os
 import subprocess
 
 import pytest
 
-from breakeven import artefacts, tables
+from breakeven import artefacts, comparison, tables
 from places import ENGINE_PYTHON, MODEL_PYTHON, ROOT
 
 pytestmark = pytest.mark.engines
+FLAGS = {"dtype": "bfloat16", "max-model-len": 1024, "max-num-seqs": 4, "enforce-eager": True}
+FLAGS |= {"no-enable-prefix-caching": True}
 VARIABLES = {
     "ENGINE_PYTHON": ENGINE_PYTHON,
     "MODEL_PYTHON": MODEL_PYTHON,
@@ -23,6 +26,11 @@ VARIABLES = {
     "EXTRACT_OPTIONS": "",
     "POINTS": "4 8",
     "VOCABULARY": "2048",
+    "ARMS": "plain own-8-k2",
+    "PASSES": "1",
+    "PROMPTS": str(ROOT / "resources/reference-prompts.jsonl"),
+    "PROTOCOL": '{"name": "short", "max_tokens": 8, "temperature": 0, "seed": 0}',
+    "SERVER": json.dumps({"flags": FLAGS, "environment": {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}}),
     "TRAINING": '{"ttt_steps": 2, "epochs": 1, "batch_tokens": 512}',
 }
 
@@ -53,6 +61,16 @@ def test_the_stages_of_a_box(finished, tmp_path):
         assert manifest["counts"]["training_sequences"] == n == manifest["parameters"]["samples"]
         assert artefacts.read_table(point / "offline_by_sequence.parquet", tables.OFFLINE_BY_SEQUENCE).num_rows > 0
     assert box(folder).stdout == ""
+    served = ["plain/pass-1", "own-8-k2/pass-1"]
+    done = box(folder, "serve", "replay")
+    assert done.returncode == 0, done.stdout + done.stderr + (folder / "logs/serve-vllm-plain-pass-1.log").read_text()
+    said = [line.split(" ", 1)[1] for line in done.stdout.splitlines()]
+    assert said == [f"serve {item}" for item in served] + ["replay own-8-k2"]
+    arms = [comparison.read_arm(folder / "benchmarks", f"vllm-{item.split('/')[0]}") for item in served]
+    assert [(arm.k, len(arm.first_pass)) for arm in arms] == [(0, 5), (2, 5)]
+    offline = artefacts.read_table(folder / "benchmarks/vllm-own-8-k2/offline.parquet", tables.OFFLINE)
+    assert offline.num_rows == 2
+    assert box(folder, "serve", "replay").stdout == ""
 
 
 def test_an_unknown_stage_is_named(tmp_path):

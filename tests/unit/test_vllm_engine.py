@@ -2,9 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
 
-from breakeven import engines
+from breakeven import engines, headers
 from breakeven.benchmark import acceptance, check_tokens
 from breakeven.cli import UserError
 from breakeven.engines import Counters, Reply, Speculation, vllm
@@ -83,6 +84,30 @@ def test_what_the_engine_printed_is_compared_with_what_was_asked(tmp_path):
         check(Speculation("eagle3", 5, "d"))
     log.write_text("ready\n")
     assert check(Speculation(), tensor_parallel_size=4) == {}
+
+
+# As 0.32.0 writes them.
+SHARES = (
+    "Detected EAGLE model without its own {0} in the checkpoint. Sharing target model weights with the draft model.\n"
+)
+KEEPS = "Detected EAGLE model with distinct {0} weights. Keeping separate {0} weights from the target model.\n"
+EQUAL = "Detected EAGLE model with {0} identical to the target model. Sharing target model {0} weights.\n"
+
+
+def test_b027_a_head_that_the_engine_overwrites_is_an_error(tmp_path):
+    log, drafter = tmp_path / "server.log", tmp_path / "drafter"
+    drafter.mkdir()
+    headers.write(drafter / "model.safetensors", {"lm_head.weight": np.zeros((4, 2), np.int32)})
+
+    def check(text):
+        log.write_text(STARTED + text)
+        return vllm.check_settings(None, "", "target", Speculation("eagle3", 3, str(drafter)), {}, log)
+
+    found = check(SHARES.format("embed_tokens") + KEEPS.format("lm_head"))
+    assert (found["lm_head"], found["embed_tokens"]) == ("the drafter's", "the target's")
+    assert check(EQUAL.format("lm_head"))["lm_head"] == "the target's"
+    with pytest.raises(UserError, match="found no lm_head in .*drafter and runs with the target's, but the checkpoint"):
+        check(SHARES.format("lm_head"))
 
 
 def test_plain_decoding_has_no_speculation_flags():

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from breakeven import conventions
+from breakeven import conventions, headers
 from breakeven.cli import UserError
 from breakeven.engines import Counters, Reply, Speculation, options, samples, tensor_parallel, versions
 
@@ -124,7 +124,8 @@ def check_settings(
 
     vLLM has no page for it outside its development mode. Empty where the log does not have the line.
     """
-    line = re.search(r"Initializing a V1 LLM engine .*? with config: (.*)", log.read_text(errors="replace"))
+    said = log.read_text(errors="replace")
+    line = re.search(r"Initializing a V1 LLM engine .*? with config: (.*)", said)
     if not line:
         return {}
     config = {} if speculation.method == "none" else speculative_config(model, speculation, flags)
@@ -137,7 +138,29 @@ def check_settings(
             if running[name] != asked:
                 raise UserError(f"vLLM was asked for {name} {asked} and runs {running[name]}; see {log}")
     # Not printed: vLLM takes it as it is, or does not start.
-    return running | {name: config[name] for name in ("draft_tensor_parallel_size",) if name in config}
+    running |= {name: config[name] for name in ("draft_tensor_parallel_size",) if name in config}
+    return running | taken_from(said, speculation.drafter, log)
+
+
+def taken_from(said: str, drafter: str | None, log: Path) -> dict[str, str]:
+    """Whose head and embeddings a server said that an EAGLE drafter runs with (0.20.2, 0.32.0: spec_decode).
+
+    UserError where it found none in a checkpoint that has them: it runs with the target's, and accepts far less.
+    """
+    found = {}
+    for name in ("lm_head", "embed_tokens"):
+        line = re.search(rf"Detected EAGLE model (without its own|with distinct|with) {name}", said)
+        if line is None:
+            continue
+        found[name] = "the drafter's" if line[1] == "with distinct" else "the target's"
+        if line[1] == "without its own" and drafter and Path(drafter).is_dir():
+            own = [tensor for tensor in headers.read(drafter) if tensor.endswith(f"{name}.weight")]
+            if own:
+                raise UserError(
+                    f"vLLM found no {name} in {drafter} and runs with the target's, but the checkpoint has {own[0]}; see"
+                    f" {log}, and rename the tensor to what this version loads"
+                )
+    return found
 
 
 def optional_flags() -> set[str]:
