@@ -115,7 +115,7 @@ for stage; do
     vocabulary | train | evaluate) items=$POINTS ;;
     # From last to first, as the others.
     serve) items=$(for n in $PASSES; do printf "%s/pass-$n\n" $ARMS; done | tac) ;;
-    replay) items=$(tr ' ' '\n' <<<"$ARMS" | grep -v '^plain$') ;;
+    replay) items=$(tr ' ' '\n' <<<"$ARMS" | sed '/^plain$/d') ;;
     *)
         echo "error: there is no stage $stage; stages are generate, extract, vocabulary, train, evaluate, serve, replay" >&2
         exit 1

@@ -1,6 +1,6 @@
 """Which settings of the training move the acceptance length: drafters that differ in one, walked on the same responses.
 
-    ENGINE_PYTHON=... MODEL_PYTHON=... ablation.py FOLDER --gpus 0 0 0 1 1 1 --out ablation.csv
+    ENGINE_PYTHON=... MODEL_PYTHON=... .envs/workflow/bin/python ablation.py FOLDER --gpus 0 0 0 1 1 1 --out ablation.csv
 
 FOLDER as scripts/gpu_box.sh fills it by `generate` and `extract`, for the variant codec-int8 also by STORE=hidden_states_int8
 EXTRACT_OPTIONS="--codec int8" gpu_box.sh FOLDER extract; each variant goes through its stages `vocabulary`, `train`

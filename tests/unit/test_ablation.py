@@ -1,0 +1,63 @@
+"""The table of an ablation: differences to the first variant, paired; every variant names something that exists."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "train"))
+
+import ablation
+
+from breakeven import artefacts, tables
+from breakeven.cli import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_variant_changes_something_that_exists():
+    schema = yaml.safe_load((ROOT / "schemas/config.schema.yaml").read_text())
+    settings = set(schema["properties"]["drafters"]["additionalProperties"]["properties"]["settings"]["properties"])
+    box = (ROOT / "scripts/gpu_box.sh").read_text()
+    for changes in ablation.VARIANTS.values():
+        for name in changes:
+            assert f"{name}:=" in box if name.isupper() else name in settings, name
+    assert set(ablation.BASE) <= settings and next(iter(ablation.VARIANTS.values())) == {}
+
+
+def write(folder: Path, accepted: int, sequences: int = 8) -> None:
+    """A drafter whose every step accepts `accepted` of K tokens, or one more in every second sequence."""
+    rows = [
+        {"sequence": i, "conversation": i, "k": k, "steps": 10,
+         "accepted_per_position": [10 * (p < min(k, accepted + i % 2)) for p in range(k)]}
+        for k in ablation.KS for i in range(sequences)
+    ]  # fmt: skip
+    artefacts.write_table(folder / "offline_by_sequence.parquet", rows, tables.OFFLINE_BY_SEQUENCE)
+    artefacts.write_json(folder / "checkpoint/speed.json", {"tokens_per_second": 1000.4})
+    artefacts.write_manifest(
+        folder / "checkpoint/manifest.json",
+        "drafter",
+        parameters={},
+        counts={"optimizer_steps": 5},
+        held_out={"loss": 2.0},
+    )
+
+
+def test_differences_are_paired(tmp_path):
+    for name, accepted in (("base", 1), ("ttt-steps-3", 2)):
+        write(tmp_path / f"drafters/{name}-100", accepted)
+    base, other = ablation.rows(argparse.Namespace(folder=tmp_path, samples=100), ["base", "ttt-steps-3"])
+    assert (base["al_1"], base["al_3"], other["al_3"]) == (2, 2.5, 3.5)
+    assert (base["low_3"], base["high_3"]) == (0, 0)
+    # Sequences differ by one, the two drafters by one in each of them: the pairing leaves no doubt about it.
+    assert (other["difference_3"], other["low_3"], other["high_3"]) == (1, 1, 1)
+    assert (other["optimizer_steps"], other["tokens_per_second"]) == (5, 1000)
+
+
+def test_walks_of_other_sequences_are_refused(tmp_path):
+    write(tmp_path / "drafters/base-100", 1)
+    write(tmp_path / "drafters/ttt-steps-3-100", 1, sequences=7)
+    with pytest.raises(UserError, match="ttt-steps-3 walked other held-out sequences"):
+        ablation.rows(argparse.Namespace(folder=tmp_path, samples=100), ["base", "ttt-steps-3"])
