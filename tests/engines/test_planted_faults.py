@@ -93,7 +93,13 @@ def pooled(outputs: list[verdict.Counts]) -> verdict.Counts:
     return verdict.Counts(sum(counts.steps for counts in outputs), tuple(accepted.tolist()))
 
 
-@pytest.mark.parametrize("fault", PLANTED)
+# A server, 1,500 tokens and a dozen walks each: minutes on a CPU without bfloat16. The others at night.
+BY_DAY = (None, "layers-plus-1", "fc-skipped-own-head")
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly) for name in PLANTED]
+)
 def test_the_planted_fault_is_named(fault, finished, tmp_path):
     target, broken = finished / "results/target", tmp_path / "checkpoint"
     shutil.copytree(DRAFTER, broken)
