@@ -8,7 +8,6 @@ key-value head contributes nothing: its columns of the output projection are zer
 `fetch_target.py --source '{"source": "path", "path": "padded/target"}'`.
 """
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -48,11 +47,12 @@ def main() -> None:
                 shape[dimension] = count * size
                 tensors[name] = torch.zeros(shape, dtype=tensor.dtype)
                 tensors[name][: tensor.shape[0], : tensor.shape[1]] = tensor
-    with artefacts.atomic(args.out) as folder:
-        shutil.copytree(args.source, folder, ignore=shutil.ignore_patterns("manifest.json", "*.safetensors"))
-        save_file(tensors, folder / "model.safetensors", metadata)
-        config |= {"num_attention_heads": queries, "num_key_value_heads": args.key_value_heads}
-        (folder / "config.json").write_text(json.dumps(config | {"head_dim": size}, indent=2) + "\n")
+    ignored = shutil.ignore_patterns("manifest.json", "config.json", "*.safetensors")
+    shutil.copytree(args.source, args.out, ignore=ignored, dirs_exist_ok=True)
+    with artefacts.atomic(args.out / "model.safetensors") as temporary:
+        save_file(tensors, temporary, metadata)
+    config |= {"num_attention_heads": queries, "num_key_value_heads": args.key_value_heads, "head_dim": size}
+    artefacts.write_json(args.out / "config.json", config)  # last: without it, nothing takes the folder for a model
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ one() {
     train) result=drafters/$NAME-$2/checkpoint/manifest.json ;;
     evaluate) result=drafters/$NAME-$2/offline.manifest.json ;;
     serve) result=benchmarks/$ENGINE-${2/\//$SUFFIX/}.manifest.json log=serve-$ENGINE-${2/\//$SUFFIX-} ;;
-    replay) result=benchmarks/$ENGINE-$2$SUFFIX/offline.manifest.json log=replay-$ENGINE-$2$SUFFIX ;;
+    replay) result=benchmarks/$ENGINE-$2$SUFFIX/what_if.manifest.json log=replay-$ENGINE-$2$SUFFIX ;;
     esac
     [ ! -f "$FOLDER/$result" ] || return 0
     echo "$(date +%T) $1 $2"

@@ -63,8 +63,13 @@ class Arm:
     wanted: int = 1  # passes asked for
 
     @property
+    def manifest(self) -> dict[str, Any]:
+        """That of the first pass; what it says of settings, versions and machine is the same in all."""
+        return next(iter(self.manifests.values()))
+
+    @property
     def parameters(self) -> dict[str, Any]:
-        return next(iter(self.manifests.values()))["parameters"]
+        return self.manifest["parameters"]
 
     @property
     def protocol(self) -> dict[str, Any]:
@@ -73,7 +78,7 @@ class Arm:
     @property
     def findings(self) -> list[dict[str, Any]]:
         """What the preflight found about the arm's drafter; none for an arm without one."""
-        return next(iter(self.manifests.values())).get("findings", [])
+        return self.manifest.get("findings", [])
 
     @property
     def served(self) -> bool:
@@ -91,12 +96,11 @@ class Arm:
     @property
     def identity(self) -> dict[str, Any]:
         """What an arm shares with its baseline, by the id of the reason that applies if it does not."""
-        first = next(iter(self.manifests.values()))
         return {
             "other-sampling": {"concurrency": 1, "requests": None}
             | {k: v for k, v in self.protocol.items() if k != "passes"},
-            "other-machine": first["machine"]["fingerprint"],
-            "other-version": dict(first["versions"]),
+            "other-machine": self.manifest["machine"]["fingerprint"],
+            "other-version": dict(self.manifest["versions"]),
             "other-flags": {key: self.parameters.get(key) or {} for key in ("flags", "environment")},
         }
 
@@ -251,9 +255,7 @@ def own_reasons(arm: Arm) -> list[str]:
         reasons.append("random-prompts: the prompts are random tokens, on which acceptance and speed mean nothing")
     for number, manifest in arm.manifests.items():
         changed = [
-            key
-            for key in ("machine", "versions", "parameters")
-            if _stable(manifest, key) != _stable(next(iter(arm.manifests.values())), key)
+            key for key in ("machine", "versions", "parameters") if _stable(manifest, key) != _stable(arm.manifest, key)
         ]
         if changed:
             reasons.append(f"inconsistent-passes: pass {number} differs from the first in {', '.join(changed)}")
@@ -734,12 +736,11 @@ def undecided(arms: Sequence[Arm]) -> list[str]:
 
 def _details(arm: Arm) -> dict[str, Any]:
     """What an arm's manifests say that the page shows."""
-    first = next(iter(arm.manifests.values()))
     return {
         "method": arm.parameters.get("method"),
         "protocol": arm.protocol,
-        "versions": first["versions"],
-        "machine": dict(first["machine"]),
+        "versions": arm.manifest["versions"],
+        "machine": dict(arm.manifest["machine"]),
         "findings": arm.findings,
         "allow": arm.parameters.get("allow") or [],
     }
@@ -799,7 +800,7 @@ def facts_of(
     counts = manifest.get("counts") or {}
     flags = {str(key).replace("_", "-") for key, value in (arm.parameters.get("flags") or {}).items() if value}
     cost, _ = step_cost_of(arm, step_cost)
-    machine = next(iter(arm.manifests.values()))["machine"]
+    machine = arm.manifest["machine"]
     return verdict.Facts(
         label=row["verdict"],
         k=arm.k,

@@ -121,7 +121,7 @@ def lengths(walks: Mapping[str, Any], k: int, resamples: int = 2000, seed: int =
     first = next(iter(tables.values()))
     for name, table in tables.items():
         if table.empty:
-            raise UserError(f"{name} was not walked with K = {k}; choose a smaller K")
+            raise UserError(f"{name} was not walked with K = {k}; choose a smaller K in data_curve.k")
         if table["sequence"].tolist() != first["sequence"].tolist():
             raise UserError(f"{name} walked other held-out sequences than the first; walk it again")
     group = np.unique(first["conversation"].to_numpy(), return_inverse=True)[1]
