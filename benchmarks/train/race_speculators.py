@@ -1,7 +1,7 @@
 """speculators 0.9.0 in the race: its model, loss, optimizer, packing collator and trainer, on samples from our shards.
 
 Settings, as its command line names them: optimizer (muon, its default, or adamw), ttt_step_loss_decay, loss_fn,
-num_workers. Batches are packed and document masks are its own; which sequences share a batch is given.
+loss_implementation (fused, or eager: torch 2.11 cannot compile the fused one), num_workers. Batches are packed and document masks are its own; which sequences share a batch is given.
 """
 
 import functools
@@ -19,7 +19,13 @@ from speculators.train.data import BaseDataset, CollateFn
 from speculators.train.dataloader import _worker_init_fn
 from torch.utils.data import DataLoader
 
-DEFAULTS = {"optimizer": "muon", "loss_fn": "kl_div", "ttt_step_loss_decay": 1.0, "num_workers": 4}
+DEFAULTS = {
+    "optimizer": "muon",
+    "loss_fn": "kl_div",
+    "loss_implementation": "fused",
+    "ttt_step_loss_decay": 1.0,
+    "num_workers": 4,
+}
 
 
 class Shards(BaseDataset):
@@ -77,7 +83,7 @@ def build(job: Job, cuda: bool) -> Eagle3DraftModel:
 def train(job: Job) -> None:
     """Train on the job's batches and export to job.export; on a CPU with eager attention and loss."""
     cuda = job.device.startswith("cuda")
-    options = DEFAULTS | ({} if cuda else {"num_workers": 0}) | job.options
+    options = DEFAULTS | ({} if cuda else {"loss_implementation": "eager", "num_workers": 0}) | job.options
     if not cuda:
         module.get_local_rank = lambda: "cpu"
         torch.accelerator.synchronize = lambda *_: None
@@ -99,7 +105,7 @@ def train(job: Job) -> None:
     )
     call, _ = Eagle3DraftModel.get_trainer_kwargs(
         loss_fn=options["loss_fn"],
-        loss_implementation="fused" if cuda else "eager",
+        loss_implementation=options["loss_implementation"],
         ttt_steps=job.settings.ttt_steps,
         ttt_step_loss_decay=options["ttt_step_loss_decay"],
     )
