@@ -420,6 +420,12 @@ def what_if_files():
     return [f"results/benchmarks/{name}/what_if.parquet" for name in REPLAYED]
 
 
+def walk_manifests():
+    """Counts by output and by place in the output stand in the manifests of the walks."""
+    walks = [path for paths in offline_tables().values() for path in paths]
+    return [str(artefacts.manifest_path(path)) for path in [*walks, *what_if_files()]]
+
+
 def step_cost_files():
     """Step costs that enter the verdict: those that have been measured (`snakemake step_cost`); none are asked for."""
     paths = [f"results/stepcost/{engine}.parquet" for engine in ENGINES]

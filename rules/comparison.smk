@@ -5,6 +5,7 @@ rule compare:
         passes=[path for arm in config["arms"] for path in benchmark_passes(arm)],
         offline=[path for paths in offline_tables().values() for path in paths],
         what_if=what_if_files(),
+        walk_manifests=walk_manifests(),
         drafters=[path for name in REPORTED for path in checkpoint_files(name)],
         step_costs=step_cost_files(),
         expectations="resources/expectations.json",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from breakeven import artefacts, checkpoint, cli, hidden_states, tables, walk
+from breakeven import artefacts, checkpoint, cli, hidden_states, places, tables, walk
 
 
 def main() -> None:
@@ -45,6 +45,7 @@ def main() -> None:
     if args.by_sequence:
         about = [(i, sequences.conversation[i]) for i in chosen]
         artefacts.write_table(args.by_sequence, walk.by_sequence(found, about, ks), tables.OFFLINE_BY_SEQUENCE)
+    trained = places.longest_trained(args.checkpoint)
     greedy = all(sequences.temperature[i] == 0 for i in chosen)
     artefacts.write_manifest(
         artefacts.manifest_path(args.out),
@@ -52,6 +53,7 @@ def main() -> None:
         parameters={"max_k": args.max_k, "sequences": "greedy held-out" if greedy else "all held-out"},
         inputs=hidden_states.input_manifests(args) | {"drafter": args.checkpoint / "config.json"},
         counts={"sequences": len(chosen), "rows": sum(len(m.matched) for m in found)},
+        by_output_position=[row for k in ks for row in places.table((walk.walk(m, k) for m in found), k, trained)],
         files=artefacts.hashes(args.out, *([args.by_sequence] if args.by_sequence else [])),
     )
     for k in range(1, args.max_k + 1):

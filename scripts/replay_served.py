@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 
-from breakeven import artefacts, checkpoint, cli, hidden_states, tables, target, walk, whatif
+from breakeven import artefacts, checkpoint, cli, hidden_states, places, tables, target, walk, whatif
 
 
 def main() -> None:
@@ -64,8 +64,16 @@ def main() -> None:
     }
     rows = walk.table(found, [args.k], "served")
     artefacts.write_table(args.out, rows, tables.OFFLINE)
-    files = artefacts.hashes(args.out)
-    artefacts.write_manifest(artefacts.manifest_path(args.out), "offline", **provenance, files=files)
+    by_output_position = places.table(
+        (walk.walk(m, args.k) for m in found), args.k, places.longest_trained(args.checkpoint)
+    )
+    artefacts.write_manifest(
+        artefacts.manifest_path(args.out),
+        "offline",
+        **provenance,
+        by_output_position=by_output_position,
+        files=artefacts.hashes(args.out),
+    )
     marginal = " ".join(f"{row['marginal']:.3f}" for row in rows)
     cli.logger.info("offline on served outputs: acceptance length %.2f, %s", rows[0]["acceptance_length"], marginal)
     if not args.what_if:

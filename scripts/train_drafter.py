@@ -161,6 +161,7 @@ def train(args: argparse.Namespace, own: ranks.Ranks) -> None:
         counts={
             "training_sequences": len(run.training),
             "training_response_tokens": len(sequences.tokens(run.training)),
+            "longest_response": max(map(sequences.response_length, run.training)),
             "optimizer_steps": run.step,
         },
         held_out={"loss": held_out["loss"], "accuracy": held_out["accuracy"]},

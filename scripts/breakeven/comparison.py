@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from breakeven import acceptance, artefacts, load, stats, stepcost, tables, verdict
+from breakeven import acceptance, artefacts, load, places, stats, stepcost, tables, verdict
 from breakeven.cli import UserError
 from breakeven.sanity import degenerate
 
@@ -442,6 +442,25 @@ def read_offline(paths: Mapping[str, Path | str]) -> dict[str, pd.DataFrame]:
     return {name: artefacts.read_table(path, tables.OFFLINE).to_pandas() for name, path in paths.items()}
 
 
+def read_places(paths: Mapping[str, Path | str]) -> dict[str, list[dict[str, Any]]]:
+    """Acceptance by place in the output (places.table) of the offline walks, which stands in the manifests beside them."""
+    manifests = {name: artefacts.manifest_path(path) for name, path in paths.items()}
+    return {
+        name: artefacts.read_manifest(manifest, "offline").get("by_output_position", [])
+        for name, manifest in manifests.items()
+        if manifest.is_file()
+    }
+
+
+def places_of(arm: Arm, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Rows of places.table for an arm at its K, from the walk that it is compared with (offline_walk)."""
+    for name in (arm.name, arm.parameters.get("drafter")):
+        rows = [{"arm": arm.name, **row} for row in found.get(name, []) if row["k"] == arm.k]
+        if rows:
+            return rows
+    return []
+
+
 def offline_walk(arm: Arm, offline: Mapping[str, pd.DataFrame]) -> pd.DataFrame | None:
     """The offline walk to compare an arm with, by position, at its K: on its own served outputs, else the drafter's.
 
@@ -555,11 +574,12 @@ def compare(
     step_cost: Mapping[str, Measured] | None = None,
     drafters: Mapping[str, Mapping[str, Any]] | None = None,
     expectations: Mapping[str, Any] | None = None,
+    by_place: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
 ) -> Comparison:
     """Compare arms; pure, so that it can be called on measurements from anywhere.
 
     offline, what_if: by arm (offline also by drafter). step_cost: by engine. drafters: manifests by drafter.
-    expectations: resources/expectations.json, read there if not given.
+    expectations: resources/expectations.json, read there if not given. by_place: see read_places.
     """
     expectations = expectations or artefacts.read_json(EXPECTATIONS)
     result = Comparison([], [], [], {})
@@ -588,7 +608,9 @@ def compare(
             speedup = stats.compare(arm.rates(prompts), baseline.rates(prompts))
             label = "undecided" if apart(arm, baseline) else str(speedup.verdict)
         cost, remarks = step_cost_of(arm, step_cost or {})
-        warnings += warnings_of(arm, baseline, lossless) + remarks
+        by_output_position = places_of(arm, by_place or {})
+        fall = places.fall(by_output_position)
+        warnings += warnings_of(arm, baseline, lossless) + remarks + ([fall] if fall else [])
         row = _summary_row(arm, baseline, speedup, walk, lossless, label, reasons)
         row["predicted_rho"] = cost.at(arm.k) if cost else None
         if row["predicted_rho"] and row["offline_acceptance_length"]:
@@ -607,6 +629,7 @@ def compare(
             "full_share": _finite(arm.in_flight["full_share"]),
             "degenerate_share": float(arm.requests["degenerate"].notna().mean()),
             "lossless": lossless,
+            "by_output_position": by_output_position,
         } | _details(arm)
     for arm, row in zip(arms, result.summary, strict=True):
         if not arm.served:
@@ -1053,7 +1076,7 @@ def run(
     arms = [read_arm(benchmarks, name, (passes or {}).get(name)) for name in names]
     result = compare(
         arms, read_offline(offline), read_what_if(what_if), read_step_cost(step_cost), read_drafters(drafters),
-        artefacts.read_json(expectations),
+        artefacts.read_json(expectations), read_places(offline),
     )  # fmt: skip
     artefacts.write_table(requests, result.requests, tables.REQUESTS)
     artefacts.write_table(acceptance_out, result.acceptance, tables.ACCEPTANCE)

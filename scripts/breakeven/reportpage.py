@@ -55,6 +55,13 @@ class Page:
         return [row for row in self.rows if row["verdict"] != "baseline"]
 
     @property
+    def by_output_position(self) -> list[dict[str, Any]]:
+        """Rows of places.table of the arms whose outputs are long enough for two of them."""
+        found = [row["details"].get("by_output_position") or [] for row in self.rows]
+        kept = ("arm", "first", "end", "trained", "steps", "acceptance_length", "low", "high")
+        return [{key: row[key] for key in kept} for rows in found if len(rows) > 1 for row in rows]
+
+    @property
     def per_prompt(self) -> list[dict[str, Any]]:
         return per_prompt(self)
 

@@ -26,7 +26,7 @@ def test_each_report_has_one_row_and_the_counts_are_right():
     ids = [row[0] for row in ROWS]
     assert ids == sorted(set(ids))
     kinds = Counter(row[2] for row in ROWS)
-    assert set(kinds) == {"a test", "cannot happen", "open"}
+    assert set(kinds) <= {"a test", "cannot happen", "open"}
     said = re.search(
         r"(\d+) of (\d+) have a test .*?, (\d+) cannot happen here by construction, (\d+) (?:is|are)\s+open", TEXT, re.S
     )

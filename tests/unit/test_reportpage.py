@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import benchmark_files as files
-from breakeven import artefacts, comparison, reportpage, tables
+from breakeven import artefacts, comparison, places, reportpage, tables
 from breakeven.cli import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -207,6 +207,19 @@ def test_cause_and_prediction_are_shown(page, tmp_path):
     text = text_of(build(tmp_path))
     for word in ("Cause", "cost", "too few samples", "1.37", "Predicted"):
         assert word in text
+
+
+def test_acceptance_by_place_in_the_output_is_shown(page, tmp_path):
+    assert "By place in the output" not in page[1]  # of outputs of one range there is nothing to tell
+    rows = places.table([[3] * 600 + [0] * 300], 3, trained=2048)
+    walk = files.write_offline(tmp_path / "offline.parquet")
+    artefacts.write_manifest(artefacts.manifest_path(walk), "offline", parameters={}, by_output_position=rows)
+    compare(tmp_path, specs())
+    html = build(tmp_path)
+    assert "By place in the output" in html and 'download="acceptance-by-place.csv"' in html
+    table = text_of(html[html.index("<summary>By place in the output") :].partition("</table>")[0])
+    assert "2,048" in table and "388" in table
+    assert "beyond output token 2048" in text_of(html)
 
 
 def test_the_why_of_each_arm_is_shown(page):

@@ -21,6 +21,20 @@ def read(work, path, schema=None):
     return artefacts.read_table(work / "results" / path, schema)
 
 
+def test_every_step_of_a_walk_has_a_place_in_its_output(finished):
+    drafter = artefacts.read_manifest(finished / "results/drafters/own/checkpoint/manifest.json", "drafter")
+    longest = drafter["counts"]["longest_response"]
+    assert 1 < longest <= 48
+    for folder in ("drafters/own", "benchmarks/vllm-own-k3"):
+        walk = read(finished, f"{folder}/offline.parquet", tables.OFFLINE).to_pandas()
+        rows = artefacts.read_manifest(finished / f"results/{folder}/offline.manifest.json", "offline")[
+            "by_output_position"
+        ]
+        for k, of_k in walk.groupby("k"):
+            assert sum(row["steps"] for row in rows if row["k"] == k) == of_k["steps"].iloc[0]
+        assert {row["trained"] for row in rows} == {longest}
+
+
 def test_the_report_is_there_and_stands_alone(finished):
     page = (finished / "results/report/index.html").read_text()
     assert "<table" in page and "<svg" in page or "data:image" in page
