@@ -10,6 +10,7 @@ final verdict (stats.enough), so stopping at the first decision keeps its error 
 from pathlib import Path
 
 from breakeven import cli, comparison
+from breakeven.arms import read_arm
 from breakeven.artefacts import OWN_SHA256, write_json
 
 
@@ -20,7 +21,7 @@ def main() -> None:
     parser.add_argument("--number", type=int, required=True, help="the pass in question")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write: the arms")
     args = parser.parse_args()
-    arms = [comparison.read_arm(args.benchmarks, name, args.number - 1) for name in args.arms]
+    arms = [read_arm(args.benchmarks, name, args.number - 1) for name in args.arms]
     needed = comparison.undecided(arms)
     write_json(args.out, {"arms": needed, OWN_SHA256: ""})
     cli.logger.info("pass %d is for: %s", args.number, ", ".join(needed) or "none, all are decided")

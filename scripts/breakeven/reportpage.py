@@ -22,7 +22,7 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from breakeven import artefacts, cli, comparison, figures, stats, stepcost, tables
+from breakeven import artefacts, cli, figures, refusals, stats, stepcost, tables
 from breakeven.figures import times
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
@@ -490,11 +490,11 @@ def refused(page: Page) -> list[dict[str, str]]:
         if row["verdict"] != "refused":
             continue
         ids = row["details"].get("reasons") or [(row["reason"] or "").split(":")[0]]
-        ids = [name for name in ids if name in comparison.REASONS]
+        ids = [name for name in ids if name in refusals.REASONS]
         rows.append(
             {
                 "arm": row["arm"],
-                "reasons": "; ".join(f"{name}: {comparison.REASONS[name]}" for name in ids),
+                "reasons": "; ".join(f"{name}: {refusals.REASONS[name]}" for name in ids),
                 "found": row["reason"] or "",
             }
         )

@@ -6,7 +6,8 @@ import subprocess
 
 import pytest
 
-from breakeven import artefacts, comparison, tables
+from breakeven import artefacts, tables
+from breakeven.arms import read_arm
 from places import ENGINE_PYTHON, MODEL_PYTHON, ROOT
 
 pytestmark = pytest.mark.engines
@@ -66,7 +67,7 @@ def test_the_stages_of_a_box(finished, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr + (folder / "logs/serve-vllm-plain-pass-1.log").read_text()
     said = [line.split(" ", 1)[1] for line in done.stdout.splitlines()]
     assert said == [f"serve {item}" for item in served] + ["replay own-8-k2"]
-    arms = [comparison.read_arm(folder / "benchmarks", f"vllm-{item.split('/')[0]}") for item in served]
+    arms = [read_arm(folder / "benchmarks", f"vllm-{item.split('/')[0]}") for item in served]
     assert [(arm.k, len(arm.first_pass)) for arm in arms] == [(0, 5), (2, 5)]
     offline = artefacts.read_table(folder / "benchmarks/vllm-own-8-k2/offline.parquet", tables.OFFLINE)
     assert offline.num_rows == 2

@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 
 import benchmark_files as files
-from breakeven import artefacts, comparison, tables
+from breakeven import artefacts, comparison, evidence, refusals, tables
+from breakeven.arms import read_arm
 from breakeven.cli import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -24,8 +25,8 @@ def specs():
 def compared(folder, *specs, offline=None):
     for spec in specs:
         files.write(folder, spec)
-    arms = [comparison.read_arm(folder, spec["parameters"]["arm"]) for spec in specs]
-    result = comparison.compare(arms, comparison.read_offline(offline or {}))
+    arms = [read_arm(folder, spec["parameters"]["arm"]) for spec in specs]
+    result = comparison.compare(arms, evidence.read_offline(offline or {}))
     return {row["arm"]: row for row in result.summary}, result
 
 
@@ -38,7 +39,7 @@ def test_an_arm_measured_long_after_its_baseline_is_not_decided(tmp_path, specs)
     assert rows["vllm-own-k3"]["verdict"] == "undecided" and rows["vllm-own-k3"]["speedup"] > 1.3
     warning = next(w for w in result.details["vllm-own-k3"]["warnings"] if "apart" in w)
     assert warning.startswith("measured 4 minutes apart from vllm-none") and "results/benchmarks/vllm-none" in warning
-    arms = [comparison.read_arm(tmp_path / "later", name) for name in ("vllm-none", "vllm-own-k3")]
+    arms = [read_arm(tmp_path / "later", name) for name in ("vllm-none", "vllm-own-k3")]
     assert comparison.undecided(arms) == ["vllm-none", "vllm-own-k3"]  # a further pass of both would decide
     once, _ = compared(tmp_path / "once", base | {"passes": [1]}, arm | {"passes": [1], "sent_at": 1.9e9})
     assert "too-few-passes" in once["vllm-own-k3"]["reason"]
@@ -104,7 +105,7 @@ def test_further_passes_are_for_undecided_arms_and_their_baseline(tmp_path):
     refused = files.default("vllm-refused", k=3, drafter="own", rate=30.1) | {"tokens": 20}
     for spec in (base, clear, level, refused):
         files.write(tmp_path, spec)
-    arms = [comparison.read_arm(tmp_path, spec["parameters"]["arm"], 3) for spec in (base, clear, level, refused)]
+    arms = [read_arm(tmp_path, spec["parameters"]["arm"], 3) for spec in (base, clear, level, refused)]
     assert comparison.undecided(arms) == ["vllm-none", "vllm-level"]
     assert comparison.undecided([arms[0], arms[1], arms[3]]) == []
     done = subprocess.run(
@@ -122,7 +123,7 @@ def test_a_spared_pass_is_neither_missing_nor_counted(tmp_path, specs):
     arm["unmeasured"] = {4: "decided"}
     for spec in (base, arm):
         files.write(tmp_path, spec)
-    arms = [comparison.read_arm(tmp_path, spec["parameters"]["arm"], 4) for spec in (base, arm)]
+    arms = [read_arm(tmp_path, spec["parameters"]["arm"], 4) for spec in (base, arm)]
     rows = {row["arm"]: row for row in comparison.compare(arms).summary}
     assert (rows["vllm-own-k3"]["verdict"], rows["vllm-own-k3"]["passes"]) == ("faster", 3)
     assert rows["vllm-none"]["passes"] == 4
@@ -240,7 +241,7 @@ FAULTS = {
 
 
 def test_every_reason_is_tested():
-    assert set(FAULTS) | {"preflight"} == set(comparison.REASONS)  # tested above: it has no measurement
+    assert set(FAULTS) | {"preflight"} == set(refusals.REASONS)  # tested above: it has no measurement
 
 
 @pytest.mark.parametrize("reason, fault", [(reason, fault) for reason, faults in FAULTS.items() for fault in faults])
@@ -264,7 +265,7 @@ def test_changes_between_passes_are_refused(tmp_path, specs):
     manifest = artefacts.read_json(path)
     manifest["machine"]["fingerprint"] = "decaf"
     artefacts.write_json(path, manifest)
-    arms = [comparison.read_arm(tmp_path, spec["parameters"]["arm"]) for spec in specs]
+    arms = [read_arm(tmp_path, spec["parameters"]["arm"]) for spec in specs]
     assert "inconsistent-passes: pass 2 differs" in comparison.compare(arms).summary[1]["reason"]
 
 
@@ -389,14 +390,14 @@ def test_an_incomplete_manifest_names_the_key(tmp_path, specs, section, key):
     del (manifest[section] if key else manifest)[key or section]
     artefacts.write_json(path, manifest)
     with pytest.raises(UserError, match=key or section):
-        comparison.read_arm(tmp_path, "vllm-none")
+        read_arm(tmp_path, "vllm-none")
 
 
 def test_a_prompt_measured_twice_is_an_error(tmp_path, specs):
     specs[0]["change_rows"] = lambda rows: rows + rows[:1]
     files.write(tmp_path, specs[0])
     with pytest.raises(UserError, match="measured twice"):
-        comparison.read_arm(tmp_path, "vllm-none")
+        read_arm(tmp_path, "vllm-none")
 
 
 # The verdict's cause
@@ -412,8 +413,8 @@ def judged(folder, base, arm, conditional, hypotheses=None, **more):
     """Compare two arms with a served walk of this conditional acceptance; the arm's row and details."""
     for spec in (base, arm):
         files.write(folder, spec)
-    arms = [comparison.read_arm(folder, spec["parameters"]["arm"]) for spec in (base, arm)]
-    served = comparison.served_counts(arms[1])
+    arms = [read_arm(folder, spec["parameters"]["arm"]) for spec in (base, arm)]
+    served = evidence.served_counts(arms[1])
     name = arms[1].name
 
     def walk(curve):
@@ -424,7 +425,7 @@ def judged(folder, base, arm, conditional, hypotheses=None, **more):
     walks = {"as-built": walk(conditional)} | {key: walk(curve) for key, curve in (hypotheses or {}).items()}
     offline = {name: files.write_walk(folder / "walk.parquet", {"as-built": walks["as-built"]}, tables.OFFLINE)}
     what_if = {name: files.write_walk(folder / "what-if.parquet", walks)} if hypotheses else {}
-    result = comparison.compare(arms, comparison.read_offline(offline), comparison.read_what_if(what_if), **more)
+    result = comparison.compare(arms, evidence.read_offline(offline), evidence.read_what_if(what_if), **more)
     return result.summary[1], result.details[name]
 
 
@@ -453,19 +454,19 @@ def test_only_the_first_pass_counts_as_evidence(tmp_path, specs):
     """Greedy passes are copies: three of them are not three times the steps."""
     base, arm = map(long, specs)
     files.write(tmp_path, arm)
-    whole = comparison.read_arm(tmp_path, arm["parameters"]["arm"])
-    assert comparison.served_counts(whole).steps < 0.4 * whole.total("steps")
+    whole = read_arm(tmp_path, arm["parameters"]["arm"])
+    assert evidence.served_counts(whole).steps < 0.4 * whole.total("steps")
 
 
 def test_prediction_needs_a_step_cost_of_the_same_machine(tmp_path, specs):
     base, arm = map(long, specs)
     path = files.write_step_cost(tmp_path / "vllm.parquet", {1: 1.2, 3: 1.5}, base)
-    cost = comparison.read_step_cost({"vllm": path})
+    cost = evidence.read_step_cost({"vllm": path})
     row, _ = judged(tmp_path, base, arm, FAST, step_cost=cost)
     assert row["predicted_speedup"] == pytest.approx((1 + 0.6 + 0.396 + 0.297) / 1.5, rel=0.01)
     other = base["machine"] | {"fingerprint": "another"}
     path = files.write_step_cost(tmp_path / "other.parquet", {1: 1.2, 3: 1.5}, base, machine=other)
-    row, details = judged(tmp_path, base, arm, FAST, step_cost=comparison.read_step_cost({"vllm": path}))
+    row, details = judged(tmp_path, base, arm, FAST, step_cost=evidence.read_step_cost({"vllm": path}))
     assert row["predicted_speedup"] is None and "another machine" in " ".join(details["warnings"])
     row, _ = judged(tmp_path, base, arm, FAST)
     assert row["predicted_speedup"] is None
@@ -477,7 +478,7 @@ def test_the_best_k_comes_from_the_arms_where_nothing_else_is_known(tmp_path, sp
     arm["rate"] = 24.0
     for spec in (base, arm, shallow):
         files.write(tmp_path, spec)
-    arms = [comparison.read_arm(tmp_path, spec["parameters"]["arm"]) for spec in (base, arm, shallow)]
+    arms = [read_arm(tmp_path, spec["parameters"]["arm"]) for spec in (base, arm, shallow)]
     result = comparison.compare(arms)
     row = next(row for row in result.details["vllm-own-k3"]["pay"] if row["change"] == "K")
     assert row["needed"] == "1" and "arms of this run" in row["note"]
@@ -501,7 +502,7 @@ def test_a_cpu_that_emulates_bfloat16_is_part_of_what_would_pay(tmp_path, specs,
         spec["parameters"]["hardware"] = hardware
         spec["parameters"]["flags"] |= {"dtype": dtype} if dtype else {}
         files.write(tmp_path, spec)
-    result = comparison.compare([comparison.read_arm(tmp_path, spec["parameters"]["arm"]) for spec in (base, arm)])
+    result = comparison.compare([read_arm(tmp_path, spec["parameters"]["arm"]) for spec in (base, arm)])
     assert any(row["change"] == "bfloat16" for row in result.details["vllm-own-k3"]["pay"]) is said
 
 
@@ -529,21 +530,21 @@ def test_a_bad_what_if_table_is_an_error(tmp_path, change, message):
     walks = {"as-built": (100, [60, 40, 30])}
     change(walks)
     with pytest.raises(UserError, match=message):
-        comparison.read_what_if({"a": files.write_walk(tmp_path / "what-if.parquet", walks)})
+        evidence.read_what_if({"a": files.write_walk(tmp_path / "what-if.parquet", walks)})
 
 
 def test_impossible_walks_and_step_costs_are_errors(tmp_path, specs):
     base, arm = map(long, specs)
     with pytest.raises(UserError, match="position 2 accepted more often"):
         rows = pd.DataFrame({"k": [2, 2], "position": [1, 2], "steps": [10, 10], "accepted": [3, 4]})
-        comparison.counts_of(rows, "walk")
+        evidence.counts_of(rows, "walk")
     with pytest.raises(UserError, match="one row for each position"):
-        comparison.counts_of(rows[:1], "walk")
+        evidence.counts_of(rows[:1], "walk")
     path = files.write_step_cost(tmp_path / "vllm.parquet", {1: -1.0}, base)
     with pytest.raises(UserError, match="rho -1.0"):
-        comparison.read_step_cost({"vllm": path})
+        evidence.read_step_cost({"vllm": path})
     with pytest.raises(UserError, match="no row for engine 'sglang'"):
-        comparison.read_step_cost({"sglang": path})
+        evidence.read_step_cost({"sglang": path})
 
 
 def test_script_with_what_if_and_step_cost(tmp_path, specs):

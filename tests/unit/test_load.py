@@ -13,6 +13,7 @@ from rich.console import Console
 import benchmark_files as files
 import test_reportpage as pages
 from breakeven import benchmark, comparison, configuration, load, summary
+from breakeven.arms import read_arm
 from breakeven.cli import UserError
 from breakeven.engines import Speculation, sglang, vllm
 
@@ -234,7 +235,7 @@ def arm(name, concurrency, rate, k=0, repeats=1):
 def compare(tmp_path, *specs):
     for spec in specs:
         files.write(tmp_path, spec)
-    return comparison.compare([comparison.read_arm(tmp_path, spec["parameters"]["arm"]) for spec in specs])
+    return comparison.compare([read_arm(tmp_path, spec["parameters"]["arm"]) for spec in specs])
 
 
 def series(tmp_path):
@@ -263,7 +264,7 @@ def test_repeats_of_a_prompt_are_one_unit(tmp_path):
     result = compare(tmp_path, arm("plain-8", 8, 20, repeats=2), arm("own-8", 8, 30, k=3, repeats=2))
     row = result.summary[1]
     assert (row["prompts"], row["passes"], row["concurrency"]) == (5, 3, 8)
-    read = comparison.read_arm(tmp_path, "plain-8")
+    read = read_arm(tmp_path, "plain-8")
     once = read.requests[(read.requests["prompt_id"] == "reference-0") & (read.requests["pass_number"] == 1)]
     # Twice the same tokens, in one and in two units of time: two thirds of the first one's speed.
     assert read.rates(["reference-0"])[0, 0] == pytest.approx(once["rate"].max() * 2 / 3)
@@ -275,7 +276,7 @@ def test_a_repeated_prompt_without_load_is_refused(tmp_path):
     spec["change_rows"] = lambda rows: rows * 2
     files.write(tmp_path, spec)
     with pytest.raises(UserError, match="measured twice in one pass"):
-        comparison.read_arm(tmp_path, "plain-1")
+        read_arm(tmp_path, "plain-1")
 
 
 def test_arms_of_other_concurrencies_are_no_baseline(tmp_path):
