@@ -41,11 +41,16 @@ def box(folder, *stages, **changes):
     return subprocess.run(command, env=os.environ | VARIABLES | changes, capture_output=True, text=True)
 
 
-def test_the_stages_of_a_box(finished, tmp_path):
+@pytest.fixture
+def folder(finished, tmp_path):
     folder = tmp_path / "a box"
+    folder.mkdir()
     for name in ("target", "prompts"):
-        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(finished / "results" / name)
+    return folder
+
+
+def test_the_stages_of_a_box(folder):
     done = box(folder, "generate")
     assert done.returncode == 0 and done.stdout.count("generate 000000") == 1, done.stdout + done.stderr
     failed = box(folder, "train")
@@ -62,6 +67,12 @@ def test_the_stages_of_a_box(finished, tmp_path):
         assert manifest["counts"]["training_sequences"] == n == manifest["parameters"]["samples"]
         assert artefacts.read_table(point / "offline_by_sequence.parquet", tables.OFFLINE_BY_SEQUENCE).num_rows > 0
     assert box(folder).stdout == ""
+
+
+@pytest.mark.nightly  # two servers; what they are started by has its own tests
+def test_a_box_serves_its_arms_and_replays_them(finished, folder):
+    (folder / "drafters").mkdir()
+    (folder / "drafters/own-8").symlink_to(finished / "results/drafters/own")
     served = ["plain/pass-1", "own-8-k2/pass-1"]
     done = box(folder, "serve", "replay")
     assert done.returncode == 0, done.stdout + done.stderr + (folder / "logs/serve-vllm-plain-pass-1.log").read_text()

@@ -13,9 +13,10 @@ from places import DRAFTER, ENGINE_PYTHON, ROOT
 pytestmark = pytest.mark.engines
 ENGINE = yaml.safe_load((ROOT / "config.yaml").read_text())["engines"]["vllm"]
 SETTINGS = {part: ENGINE[part]["cpu"] for part in ("flags", "environment")}
+PLAIN = pytest.param({}, id="plain", marks=pytest.mark.nightly)  # the counts of the other, less those of drafts
 
 
-@pytest.mark.parametrize("arm", [{"drafter": "shipped", "k": 3}, {}], ids=["shipped-k3", "plain"])
+@pytest.mark.parametrize("arm", [pytest.param({"drafter": "shipped", "k": 3}, id="shipped-k3"), PLAIN])
 def test_four_at_once(arm, finished, tmp_path):
     out = tmp_path / "pass-1.parquet"
     protocol = {
