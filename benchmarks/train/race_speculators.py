@@ -1,7 +1,8 @@
 """speculators 0.9.0 in the race: its model, loss, optimizer, packing collator and trainer, on samples from our shards.
 
 Settings, as its command line names them: optimizer (muon, its default, or adamw), ttt_step_loss_decay, loss_fn,
-loss_implementation (fused, or eager: torch 2.11 cannot compile the fused one), num_workers. Batches are packed and document masks are its own; which sequences share a batch is given.
+loss_implementation (fused, or eager: torch 2.11 cannot compile the fused one), num_workers. Batches are packed and
+document masks are its own; which sequences share a batch is given.
 """
 
 import functools
