@@ -29,23 +29,27 @@ def read_places(paths: Mapping[str, Path | str]) -> dict[str, list[dict[str, Any
     }
 
 
+def _walks_of(arm: Arm, found: Mapping[str, Any]) -> list[Any]:
+    """Of what is known by the name of an arm or of a drafter: for the arm itself, then for its drafter.
+
+    Only a walk on the served outputs has the same prompts; the drafter's held-out walk says less.
+    """
+    return [found[name] for name in (arm.name, arm.parameters.get("drafter")) if name in found]
+
+
 def places_of(arm: Arm, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """Rows of places.table for an arm at its K, from the walk that it is compared with (offline_walk)."""
-    for name in (arm.name, arm.parameters.get("drafter")):
-        rows = [{"arm": arm.name, **row} for row in found.get(name, []) if row["k"] == arm.k]
+    for walk in _walks_of(arm, found):
+        rows = [{"arm": arm.name, **row} for row in walk if row["k"] == arm.k]
         if rows:
             return rows
     return []
 
 
 def offline_walk(arm: Arm, offline: Mapping[str, pd.DataFrame]) -> pd.DataFrame | None:
-    """The offline walk to compare an arm with, by position, at its K: on its own served outputs, else the drafter's.
-
-    Only a walk on the served outputs has the same prompts; the drafter's held-out walk says less.
-    """
-    for name in (arm.name, arm.parameters.get("drafter")):
-        walk = offline.get(name)
-        if walk is not None and (walk["k"] == arm.k).any():
+    """The offline walk to compare an arm with, by position, at its K: on its own served outputs, else the drafter's."""
+    for walk in _walks_of(arm, offline):
+        if (walk["k"] == arm.k).any():
             return walk[walk["k"] == arm.k].set_index("position").sort_index()
     return None
 

@@ -440,7 +440,8 @@ class NotPossible(Exception):
 
 
 def under_snakemake(work: Work, job: Job, fault: Fault, usual: Usual, outcome: Outcome) -> None:
-    """The same with Snakemake around it: the next `snakemake` mends everything, and nothing else runs again."""
+    """The same with Snakemake around it: the next `snakemake` mends everything, and nothing else runs again but
+    what reads an input that was made again."""
     finished = everything(work.faults.finished)
     name = None
     if fault.kind in DAMAGES:
