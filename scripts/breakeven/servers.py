@@ -91,12 +91,17 @@ def speculating(
     name, url = f"breakeven-{port}", f"http://127.0.0.1:{port}"
     environment = engine.environment(hardware) | settings.get("environment", {})
     command = engine.command(python, str(target), name, port, speculation, settings.get("flags", {}), supported)
-    key = secrets.token_urlsafe(24)
+    key = draw_key()
     with tempfile.TemporaryDirectory() as private:
         words, variables = engine.require_key(key, Path(private))
         timeout_s = settings.get("startup_timeout", 900)
         with serve(command + words, environment | variables, log, url, name, timeout_s, key=key) as seconds:
             yield Running(url, name, key, command, environment, seconds)
+
+
+def draw_key() -> str:
+    """A random key of letters and digits alone: SGLang's command line takes one with a leading "-" for an option."""
+    return secrets.token_hex(24)
 
 
 @contextlib.contextmanager

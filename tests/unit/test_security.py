@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from breakeven import artefacts, chat, engines, reportpage
+from breakeven import artefacts, chat, engines, reportpage, servers
 from breakeven.cli import UserError
 from breakeven.engines import Speculation
 from project import ROOT, copy_project, snakemake
@@ -69,6 +69,14 @@ def test_a_server_listens_on_this_machine_alone_and_its_key_is_in_no_command_lin
     assert "a-secret" not in " ".join(words)
     told = [*variables.values(), *(path.read_text() for path in tmp_path.iterdir())]
     assert any("a-secret" in text for text in told)
+
+
+def test_no_key_reads_as_an_option_or_a_number(tmp_path, monkeypatch):
+    """These bytes are "-_v7..." in base64, and one key in 64 began so: SGLang then said that --api-key has no value."""
+    monkeypatch.setattr("secrets.token_bytes", lambda count: b"\xfb" * count)
+    assert servers.draw_key().isalnum()
+    engines.engine("sglang").require_key("0012", tmp_path)
+    assert yaml.safe_load((tmp_path / "key.yaml").read_text()) == {"api-key": "0012"}
 
 
 HOSTILE = "my 'prompts' $(touch pwned); touch pwned #.jsonl"

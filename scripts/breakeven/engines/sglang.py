@@ -5,6 +5,7 @@ request's meta_info: its gauges in /metrics hold the last log interval only, its
 """
 
 import importlib.util
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,7 +128,7 @@ def require_key(key: str, folder: Path) -> tuple[list[str], dict[str, str]]:
     machine can read the words of a command line. /health and /metrics stay open.
     """
     file = folder / "key.yaml"
-    file.write_text(f"api-key: {key}\n")
+    file.write_text(f"api-key: {json.dumps(key)}\n")  # quoted, else a key of digits alone is read as a number
     return ["--config", str(file)], {}
 
 
