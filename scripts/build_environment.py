@@ -48,7 +48,7 @@ def main() -> int:
     python = find_python()
     if python is None:
         return fail("Python 3.11 is needed and neither this interpreter nor python3.11 on the path is one; install it")
-    uv = find_uv()
+    uv = find_uv(folder)
     commands = with_uv(uv, python, folder, args.lock) if uv else with_pip(python, folder, args.lock)
     for command, environment in commands:
         print("+", " ".join(command), flush=True)
@@ -83,11 +83,14 @@ def find_python() -> str | None:
     return shutil.which("python3.11")
 
 
-def find_uv() -> list[str] | None:
+def find_uv(folder: Path) -> list[str] | None:
+    """A uv to build `folder` with; none that lies in it, since the folder is cleared first."""
     if importlib.util.find_spec("uv"):
         return [sys.executable, "-m", "uv"]
-    found = shutil.which("uv") or shutil.which("uv", path=".envs/workflow/bin")
-    return [found] if found else None
+    for found in (shutil.which("uv"), shutil.which("uv", path=".envs/workflow/bin")):
+        if found and folder.absolute() not in Path(found).absolute().parents:
+            return [found]
+    return None
 
 
 def with_uv(uv: list[str], python: str, folder: Path, lock: Path) -> list[tuple[list[str], dict[str, str]]]:

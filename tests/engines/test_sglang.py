@@ -94,6 +94,7 @@ def test_eagle3_accepts_and_writes_the_same_text(measured):
     assert sum(same) >= len(same) - 1  # bf16: a near-tie may fall the other way
 
 
+@pytest.mark.nightly
 def test_a_tree_accepts_at_least_as_much_as_its_chain(measured):
     chain, tree = (curve(measured(*arm[:1], **arm[1])[0]) for arm in (("k3", EAGLE3), ("tree", TREE)))
     assert 1 + sum(tree[1]) / tree[0] > 1 + sum(chain[1]) / chain[0]
@@ -102,11 +103,8 @@ def test_a_tree_accepts_at_least_as_much_as_its_chain(measured):
 TREE = EAGLE3 | {"options": {"topk": 4, "draft_tokens": 16}}
 
 
-# The target beside itself is the slowest arm of all: by night.
-BY_NIGHT = pytest.param({"method": "draft_model", "k": 3}, marks=pytest.mark.nightly)
-
-
-@pytest.mark.parametrize("arm", [{"method": "ngram", "k": 3}, BY_NIGHT])
+@pytest.mark.nightly
+@pytest.mark.parametrize("arm", [{"method": "ngram", "k": 3}, {"method": "draft_model", "k": 3}])
 def test_drafts_that_need_no_training(measured, arm):
     rows, _ = measured(arm["method"], **arm)
     steps, accepted = curve(rows)
@@ -116,8 +114,8 @@ def test_drafts_that_need_no_training(measured, arm):
         assert sum(accepted) > 0
 
 
-@pytest.mark.parametrize("name", ["EAGLE", "eagle", "Eagle", "NEXTN", "nextn", "STANDALONE"])
-@pytest.mark.parametrize("allow", [[], ["algorithm"]])
+# Every name that is wrong has its test beside the check (tests/unit/test_preflight.py).
+@pytest.mark.parametrize("name, allow", [("EAGLE", []), ("nextn", ["algorithm"])])
 def test_the_wrong_flag_is_refused_before_a_server_starts(tmp_path, target, name, allow):
     """The check that an arm waits for, with the options that the workflow gives it."""
     arm = EAGLE3 | {"engine": "sglang", "options": {"algorithm": name}, "allow": allow}

@@ -49,6 +49,20 @@ def test_the_environment_that_runs_is_not_rebuilt():
     assert done.returncode == 1 and "this is the environment it belongs to; run `make environment`" in done.stderr
 
 
+def test_an_environment_is_not_built_by_what_lies_in_it(builder, tmp_path, monkeypatch):
+    """After a change of the workflow's lock its own uv built it: it cleared the folder, and then was not there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(builder.importlib.util, "find_spec", lambda name: None)
+    uv = Path(".envs/workflow/bin/uv")
+    uv.parent.mkdir(parents=True)
+    uv.write_text("#!/bin/sh\n")
+    uv.chmod(0o755)
+    for path in ("/nowhere", str(uv.parent.absolute())):
+        monkeypatch.setenv("PATH", path)
+        assert builder.find_uv(Path(".envs/workflow")) is None
+        assert Path(*builder.find_uv(Path(".envs/model-cpu"))).samefile(uv)
+
+
 def test_a_missing_lock_is_named(tmp_path):
     done = build(tmp_path / "no.lock", tmp_path / "e" / "ready.txt")
     assert done.returncode == 1 and "no such lock file" in done.stderr

@@ -275,7 +275,7 @@ def test_each_required_tensor(tmp_path, family, engine, version):  # B026
 # --- faults that belong to a version, a flag or another file ---
 
 
-@pytest.mark.parametrize("name", ["EAGLE", "NEXTN", "eagle", "STANDALONE"])
+@pytest.mark.parametrize("name", ["EAGLE", "NEXTN", "eagle", "Eagle", "nextn", "STANDALONE"])
 def test_wrong_algorithm_on_sglang(tmp_path, name):  # B001
     drafter, target = factory.good(tmp_path, "kimi")
     report = preflight.examine(case_of(drafter, target, "sglang", "0.5.23", algorithm=name))
