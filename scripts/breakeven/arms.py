@@ -145,6 +145,12 @@ class Arm:
         return None if cached is None or not prompt else cached / prompt
 
     @property
+    def degenerate_share(self) -> float:
+        """Share of degenerate outputs, among all or among the first answers, whichever is more: only these were scored."""
+        bad = self.requests["degenerate"].notna()
+        return float(max(bad.mean(), bad[~self.requests.duplicated(["prompt_id", "pass_number"])].mean()))
+
+    @property
     def window(self) -> tuple[float, float]:
         """When the arm was measured, first request sent to last token received, seconds since the epoch."""
         sent = self.requests["sent_at"]
@@ -199,9 +205,21 @@ def read_arm(benchmarks: Path | str, name: str, passes: int | None = None) -> Ar
         requests["rate"] = np.where((tokens > 1) & (decode > 0), (tokens - 1) / decode, np.nan)
         end_to_end = requests["e2e_s"].to_numpy(float)
         requests["rate_e2e"] = np.where(end_to_end > 0, tokens / end_to_end, np.nan)
-    requests["degenerate"] = [degenerate(ids) for ids in requests["output_token_ids"]]
+    # Only the first answer to a prompt was scored when it was measured.
+    scored = ~requests.duplicated(["prompt_id", "pass_number"])
+    requests["degenerate"] = [
+        degenerate(ids) or (_problem(manifests[number], prompt) if first else None)
+        for ids, number, prompt, first in zip(
+            requests["output_token_ids"], requests["pass_number"], requests["prompt_id"], scored, strict=True
+        )
+    ]
     wanted = passes or int(manifest["parameters"]["protocol"].get("passes") or 1)
     return Arm(name, manifests, requests, files, wanted - spared)
+
+
+def _problem(manifest: Mapping[str, Any], prompt_id: str) -> str | None:
+    """What the benchmark noted about the text of a prompt's first answer (benchmark.sanity)."""
+    return manifest.get("sanity", {}).get(prompt_id, {}).get("problem")
 
 
 def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:

@@ -137,7 +137,7 @@ def compare(
             "noise_floor": evidence.finite(math.expm1(speedup.floor)) if speedup else None,
             "cached_share": arm.cached_share,
             "full_share": evidence.finite(arm.in_flight["full_share"]),
-            "degenerate_share": float(arm.requests["degenerate"].notna().mean()),
+            "degenerate_share": arm.degenerate_share,
             "lossless": lossless,
             "by_output_position": by_output_position,
         } | _details(arm)
@@ -341,9 +341,9 @@ def warnings_of(arm: Arm, baseline: Arm | None, lossless: Mapping[str, Any] | No
         warnings.append(
             f"all {arm.concurrency} requests were in flight for {full:.0%} of the time only; raise `requests` of the protocol"
         )
-    loops = arm.requests[arm.requests["degenerate"].notna()]
-    if 0 < len(loops) <= refusals.DEGENERATE_SHARE * len(arm.requests):
-        warnings.append(f"{len(loops)} of {len(arm.requests)} outputs are loops ({loops['degenerate'].iloc[0]})")
+    bad = arm.requests["degenerate"].dropna()
+    if 0 < arm.degenerate_share <= refusals.DEGENERATE_SHARE:
+        warnings.append(f"{len(bad)} of {len(arm.requests)} outputs are degenerate ({bad.iloc[0]})")
     if arm.speculates and not arm.total("steps"):
         warnings.append("the engine reported no verification step: acceptance and break-even are unknown")
     elif arm.speculates and not arm.total("accepted"):

@@ -19,7 +19,7 @@ REASONS = {
     "inconsistent-passes": "the passes of one arm were not run alike",
     "too-few-passes": "fewer passes than the protocol asks for",
     "impossible-acceptance": "acceptance counts that no run can produce",
-    "degenerate-output": "outputs are loops, which any drafter guesses",
+    "degenerate-output": "outputs are loops, which any drafter guesses, or no text at all",
     "no-baseline": "no arm without speculation for this engine and protocol",
     "other-sampling": "other sampling settings than the baseline",
     "other-machine": "another machine than the baseline",
@@ -53,11 +53,10 @@ def own_reasons(arm: Arm) -> list[str]:
     impossible = impossible_acceptance(arm)
     if impossible:
         reasons.append(f"impossible-acceptance: {impossible}")
-    share = arm.requests["degenerate"].notna().mean()
-    if share > DEGENERATE_SHARE:
+    if arm.degenerate_share > DEGENERATE_SHARE:
         row = arm.requests[arm.requests["degenerate"].notna()].iloc[0]
         reasons.append(
-            f"degenerate-output: {share:.0%} of the outputs of arm {arm.name} are loops"
+            f"degenerate-output: {arm.degenerate_share:.0%} of the outputs of arm {arm.name} are degenerate"
             f" (prompt {row['prompt_id']}: {row['degenerate']})"
         )
     if arm.requests["rate"].isna().any():

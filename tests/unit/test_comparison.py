@@ -211,6 +211,13 @@ def all_at_once(row):
     row["e2e_s"] = row["ttft_s"]
 
 
+def improbable(*prompts):
+    return {
+        prompt: {"mean_log_probability": -9.7, "problem": "improbable text: mean log-probability -9.7"}
+        for prompt in prompts
+    }
+
+
 FAULTS = {
     "no-baseline": [protocol(name="other"), lambda base, arm: base["parameters"].update(engine="sglang")],
     "other-sampling": [protocol(temperature=0.6), protocol(max_tokens=256), protocol(top_p=0.9)],
@@ -233,6 +240,7 @@ FAULTS = {
     "degenerate-output": [
         lambda base, arm: arm.update(output=[7] * 128),
         lambda base, arm: base.update(output=[1, 2, 3] * 42),
+        lambda base, arm: arm.update(sanity=improbable(*files.PROMPTS[:2])),
     ],
     "random-prompts": [protocol(workload="random"), protocol(workload={"kind": "random"})],
     "impossible-acceptance": [rows(too_many_accepted), rows(increasing)],
@@ -321,7 +329,16 @@ def test_a_single_loop_is_a_warning(tmp_path, specs):
     base["change_rows"] = arm["change_rows"] = change_rows
     rows, result = compared(tmp_path, base, arm)
     assert rows["vllm-own-k3"]["verdict"] == "faster"
-    assert any("loops" in warning for warning in result.details["vllm-own-k3"]["warnings"])
+    assert any("are degenerate" in warning for warning in result.details["vllm-own-k3"]["warnings"])
+
+
+def test_a_single_improbable_text_is_a_warning(tmp_path, specs):
+    base, arm = specs
+    arm["sanity"] = improbable(files.PROMPTS[0])
+    rows, result = compared(tmp_path, base, arm)
+    assert rows["vllm-own-k3"]["verdict"] == "faster"
+    warning = next(w for w in result.details["vllm-own-k3"]["warnings"] if "degenerate" in w)
+    assert warning == "3 of 15 outputs are degenerate (improbable text: mean log-probability -9.7)"
 
 
 def test_four_prompts_have_no_interval_and_no_verdict(tmp_path, specs):

@@ -299,6 +299,14 @@ def test_acceptance_per_pass_comes_from_the_counters_and_says_so(tmp_path):
     assert {row["acceptance_length"] for row in result.requests} == {None}
 
 
+def test_garbage_is_refused_although_only_first_answers_are_scored(tmp_path):
+    own = arm("own-8", 8, 30, k=3, repeats=8)
+    own["sanity"] = {f"reference-{i}": {"problem": "improbable text"} for i in range(2)}
+    result = compare(tmp_path, arm("plain-8", 8, 20, repeats=8), own)
+    assert "degenerate-output: 40% of the outputs of arm own-8" in result.summary[1]["reason"]
+    assert sum(bool(row["degenerate"]) for row in result.requests) == 6  # two prompts in three passes
+
+
 def test_a_server_that_was_seldom_full_is_remarked_on(tmp_path):
     result = compare(tmp_path, arm("plain-8", 8, 20), arm("own-8", 8, 30, k=3))
     assert result.details["own-8"]["full_share"] == 0
