@@ -76,15 +76,19 @@ def _stable(manifest: Mapping[str, Any], key: str) -> Any:
 
 
 def impossible_acceptance(arm: Arm) -> str | None:
-    """What is impossible about an arm's acceptance counts, in any request or in total; None if nothing is."""
+    """What is impossible about an arm's acceptance counts, in any request or in a pass's counters; None if nothing is."""
     if not arm.speculates:
         return None
-    for row in arm.requests.itertuples():
-        if pd.isna(row.steps) or pd.isna(row.accepted):
+    counted = [
+        (f"prompt {row['prompt_id']}, pass {row['pass_number']}", row) for row in arm.requests.to_dict("records")
+    ]
+    counted += [(f"counters of pass {n}", row) for n, row in zip(arm.manifests, arm.per_pass or [], strict=False)]
+    for where, row in counted:
+        if pd.isna(row["steps"]) or pd.isna(row["accepted"]):
             continue
-        steps, accepted = int(row.steps), int(row.accepted)
-        drafted = None if pd.isna(row.drafted) else int(row.drafted)
-        positions = row.accepted_per_position
+        steps, accepted = int(row["steps"]), int(row["accepted"])
+        drafted = None if pd.isna(row["drafted"]) else int(row["drafted"])
+        positions = row["accepted_per_position"]
         found = [] if positions is None else acceptance.impossible(steps, list(positions), accepted, drafted)
         if positions is not None and len(positions) > arm.k:
             found.append(f"{len(positions)} positions at K = {arm.k}")
@@ -92,7 +96,7 @@ def impossible_acceptance(arm: Arm) -> str | None:
             length = f"{1 + accepted / steps:.2f}" if steps else "infinite"
             found.insert(0, f"acceptance length {length} above K + 1 = {arm.k + 1}")
         if found:
-            return f"prompt {row.prompt_id}, pass {row.pass_number}: {found[0]}"
+            return f"{where}: {found[0]}"
     return None
 
 

@@ -299,6 +299,17 @@ def test_acceptance_per_pass_comes_from_the_counters_and_says_so(tmp_path):
     assert {row["acceptance_length"] for row in result.requests} == {None}
 
 
+@pytest.mark.parametrize("counters", [(100, 300, 500, [250, 150, 100]), (100, 300, 60, [20, 30, 10])])
+def test_impossible_counters_of_a_pass_are_refused(tmp_path, counters):
+    own = arm("own-8", 8, 30, k=3)
+    names = ("steps", "drafted", "accepted", "accepted_per_position")
+    own["change_rows"] = lambda rows: [row | dict.fromkeys(names) for row in rows]
+    own["server"] = {"counters": dict(zip(names, counters, strict=True))}
+    result = compare(tmp_path, arm("plain-8", 8, 20), own)
+    assert "impossible-acceptance: counters of pass 1: " in result.summary[1]["reason"]
+    assert result.acceptance == []
+
+
 def test_garbage_is_refused_although_only_first_answers_are_scored(tmp_path):
     own = arm("own-8", 8, 30, k=3, repeats=8)
     own["sanity"] = {f"reference-{i}": {"problem": "improbable text"} for i in range(2)}
