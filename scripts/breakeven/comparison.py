@@ -99,20 +99,13 @@ def compare(
             result.details[arm.name] = {"reasons": ["preflight"], "warnings": []} | _details(arm)
             continue
         walk = evidence.offline_walk(arm, offline or {})
-        reasons = refusals.own_reasons(arm)
-        baseline, warnings, speedup, lossless = None, [], None, None
+        baseline, reasons, warnings, speedup = None, [], [], None
         if not arm.speculates:
-            label = "baseline"
-            warnings += reasons  # a baseline is never refused itself, the arms paired with it are
-            reasons, lossless = [], losslessness(arm, arm)
+            label, lossless = "baseline", losslessness(arm, arm)
+            warnings += refusals.own_reasons(arm)  # a baseline is never refused itself, the arms paired with it are
         else:
-            baseline, differences = refusals.find_baseline(arm, arms)
-            reasons += differences
-            if baseline is not None:
-                lossless = losslessness(arm, baseline)
-                reasons += refusals.pair_reasons(arm, baseline)
-                reasons += [reason for reason in refusals.own_reasons(baseline) if reason not in reasons]
-            label = "refused"
+            baseline, reasons = refusals.reasons(arm, arms)
+            label, lossless = "refused", losslessness(arm, baseline) if baseline is not None else None
         if arm.speculates and not reasons:
             prompts = sorted(set(arm.requests["prompt_id"]))
             speedup = stats.compare(arm.rates(prompts), baseline.rates(prompts))
@@ -132,7 +125,7 @@ def compare(
             result.acceptance += _acceptance_rows(arm, walk)
         result.requests += _request_rows(arm, baseline, refused=bool(reasons))
         result.details[arm.name] = {
-            "reasons": [reason.split(":")[0] for reason in reasons],
+            "reasons": refusals.ids(reasons),
             "warnings": warnings,
             "noise_floor": evidence.finite(math.expm1(speedup.floor)) if speedup else None,
             "cached_share": arm.cached_share,
@@ -234,7 +227,7 @@ def between_engines(arms: Sequence[Arm]) -> list[dict[str, Any]]:
         if arm.served
         and arm.parameters.get("method") in ("eagle3", "draft_model")
         and not arm.parameters.get("options")
-        and not {reason.split(":")[0] for reason in refusals.own_reasons(arm)} & verdict.NO_ACCEPTANCE
+        and not set(refusals.ids(refusals.own_reasons(arm))) & verdict.NO_ACCEPTANCE
     ]
     known = {arm.name: evidence.served_counts(arm) for arm in chains}
     chains = [arm for arm in chains if known[arm.name]]
@@ -260,22 +253,17 @@ def between_engines(arms: Sequence[Arm]) -> list[dict[str, Any]]:
 def undecided(arms: Sequence[Arm]) -> list[str]:
     """Arms, of those that share engine and protocol, whose verdict further passes may change, and their baselines.
 
-    A refused comparison stays refused whatever is measured, so it asks for no pass.
+    A comparison that stays refused whatever is measured asks for no pass.
     """
     needed = set()
     for arm in arms:
         if not arm.served or not arm.speculates:
             continue
-        baseline, reasons = refusals.find_baseline(arm, arms)
-        if baseline is None:
+        baseline, reasons = refusals.reasons(arm, arms)
+        if refusals.lasting(arm, reasons):
             continue
-        reasons = (
-            reasons + refusals.own_reasons(arm) + refusals.own_reasons(baseline) + refusals.pair_reasons(arm, baseline)
-        )
         prompts = sorted(set(arm.requests["prompt_id"]))
-        if not reasons and (
-            refusals.apart(arm, baseline) or not stats.enough(arm.rates(prompts), baseline.rates(prompts))
-        ):
+        if reasons or refusals.apart(arm, baseline) or not stats.enough(arm.rates(prompts), baseline.rates(prompts)):
             needed |= {arm.name, baseline.name}
     return [arm.name for arm in arms if arm.name in needed]
 
@@ -322,8 +310,9 @@ def warnings_of(arm: Arm, baseline: Arm | None, lossless: Mapping[str, Any] | No
     prompts = arm.requests["prompt_id"].nunique()
     if arm.speculates and prompts < stats.MINIMUM_PROMPTS:
         warnings.append(f"{prompts} prompts: an interval needs at least {stats.MINIMUM_PROMPTS}")
-    if arm.speculates and len(arm.manifests) == 1:
-        warnings.append("a single pass: no A/A noise floor, so the verdict stays undecided")
+    single = [one.name for one in (arm, baseline) if one is not None and len(one.manifests) == 1]
+    if arm.speculates and single:
+        warnings.append(f"a single pass of {' and '.join(single)}: no A/A noise floor, so the verdict stays undecided")
     gap = refusals.apart(arm, baseline) if baseline is not None else None
     if gap:
         warnings.append(

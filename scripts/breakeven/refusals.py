@@ -32,6 +32,29 @@ REASONS = {
 }
 """Every reason to refuse a comparison, by id."""
 
+OF_THE_TEXTS = {"output-length", "degenerate-output", "unequal-cache"}
+
+
+def ids(found: Sequence[str]) -> list[str]:
+    """The ids of such reasons."""
+    return [reason.split(":")[0] for reason in found]
+
+
+def reasons(arm: Arm, arms: Sequence[Arm]) -> tuple[Arm | None, list[str]]:
+    """The baseline of an arm with speculation among `arms` (None: there is none), and every reason not to compare them."""
+    found = own_reasons(arm)
+    baseline, differences = find_baseline(arm, arms)
+    found += differences
+    if baseline is not None:
+        found += pair_reasons(arm, baseline)
+        found += [reason for reason in own_reasons(baseline) if reason not in found]
+    return baseline, found
+
+
+def lasting(arm: Arm, found: Sequence[str]) -> list[str]:
+    """Of the ids of reasons, those that further passes cannot change; what sampled texts are like may change."""
+    return [reason for reason in ids(found) if reason not in OF_THE_TEXTS or arm.protocol.get("temperature") == 0]
+
 
 def own_reasons(arm: Arm) -> list[str]:
     """Why this arm's measurement cannot enter any comparison, each "id: sentence"."""
@@ -43,11 +66,13 @@ def own_reasons(arm: Arm) -> list[str]:
             key for key in ("machine", "versions", "parameters") if _stable(manifest, key) != _stable(arm.manifest, key)
         ]
         if changed:
-            reasons.append(f"inconsistent-passes: pass {number} differs from the first in {', '.join(changed)}")
+            reasons.append(
+                f"inconsistent-passes: pass {number} of arm {arm.name} differs from the first in {', '.join(changed)}"
+            )
             break
     prompts = arm.requests.groupby("pass_number")["prompt_id"].agg(frozenset)
     if prompts.nunique() > 1:
-        reasons.append("inconsistent-passes: the passes did not measure the same prompts")
+        reasons.append(f"inconsistent-passes: the passes of arm {arm.name} did not measure the same prompts")
     if len(arm.manifests) < arm.wanted:
         reasons.append(f"too-few-passes: {len(arm.manifests)} of {arm.wanted} passes of arm {arm.name} are there")
     impossible = impossible_acceptance(arm)

@@ -44,7 +44,7 @@ class Speedup(NamedTuple):
     speedup: np.ndarray  # geometric mean over prompts of the paired ratios
     low: np.ndarray  # 95 % interval over prompts; 0 and inf with fewer than MINIMUM_PROMPTS prompts
     high: np.ndarray
-    floor: np.ndarray  # A/A noise floor, in log units; inf with a single pass
+    floor: np.ndarray  # A/A noise floor, in log units; inf with a single pass of either arm
     verdict: np.ndarray  # faster | slower | undecided
 
 
@@ -106,13 +106,13 @@ def noise_floor(arm: np.ndarray, baseline: np.ndarray, confidence: float = FLOOR
     (A/A), so their pooled variance s^2, with (J - 1) + (J' - 1) degrees of freedom, gives the two-sample half-width
     t s sqrt(1/J + 1/J'). Pooling both arms matters: with three passes of the baseline alone, t would be 6.2, not 3.5.
 
-    arm, baseline: rates [..., prompts, passes]; the prompts are the same, so their effects cancel. inf if neither arm
-    was repeated.
+    arm, baseline: rates [..., prompts, passes]; the prompts are the same, so their effects cancel. inf if one of the
+    arms was not repeated: how much its passes vary, the other one's do not show.
     """
     levels = [np.log(rates).mean(-2) for rates in (arm, baseline)]
-    degrees = sum(level.shape[-1] - 1 for level in levels)
-    if degrees == 0:
+    if min(level.shape[-1] for level in levels) == 1:
         return np.full(levels[0].shape[:-1], np.inf)
+    degrees = sum(level.shape[-1] - 1 for level in levels)
     squares = sum(((level - level.mean(-1, keepdims=True)) ** 2).sum(-1) for level in levels)
     scale = sum(1 / level.shape[-1] for level in levels)
     return special.stdtrit(degrees, 0.5 + confidence / 2) * np.sqrt(squares / degrees * scale)

@@ -117,6 +117,28 @@ def test_further_passes_are_for_undecided_arms_and_their_baseline(tmp_path):
     assert json.loads((tmp_path / "further.json").read_text())["arms"] == ["vllm-none", "vllm-level"]
 
 
+@pytest.mark.parametrize("temperature, needed", [(0.6, ["vllm-none", "vllm-own-k3"]), (0, [])])
+@pytest.mark.parametrize("change", [{"tokens": 112}, {"cached": 32}, {"output": [7] * 128}])
+def test_a_refusal_over_sampled_texts_may_change_with_further_passes(tmp_path, specs, temperature, needed, change):
+    base, arm = specs
+    for spec in (base, arm | change):
+        spec["parameters"]["protocol"]["temperature"] = temperature
+        files.write(tmp_path, spec)
+    arms = [read_arm(tmp_path, spec["parameters"]["arm"]) for spec in specs]
+    assert comparison.compare(arms).summary[1]["verdict"] == "refused"
+    assert comparison.undecided(arms) == needed
+
+
+@pytest.mark.parametrize("once", [0, 1])
+def test_a_single_pass_of_either_arm_is_undecided(tmp_path, specs, once):
+    specs[once]["passes"] = [1]
+    specs[once]["parameters"]["protocol"]["passes"] = 1
+    rows, result = compared(tmp_path, *specs)
+    assert rows["vllm-own-k3"]["verdict"] == "undecided" and rows["vllm-own-k3"]["reason"] is None
+    name = specs[once]["parameters"]["arm"]
+    assert f"a single pass of {name}: no A/A noise floor" in " ".join(result.details["vllm-own-k3"]["warnings"])
+
+
 def test_a_spared_pass_is_neither_missing_nor_counted(tmp_path, specs):
     base, arm = specs
     base["passes"] = arm["passes"] = [1, 2, 3, 4]
@@ -274,7 +296,7 @@ def test_changes_between_passes_are_refused(tmp_path, specs):
     manifest["machine"]["fingerprint"] = "decaf"
     artefacts.write_json(path, manifest)
     arms = [read_arm(tmp_path, spec["parameters"]["arm"]) for spec in specs]
-    assert "inconsistent-passes: pass 2 differs" in comparison.compare(arms).summary[1]["reason"]
+    assert "inconsistent-passes: pass 2 of arm vllm-own-k3 differs" in comparison.compare(arms).summary[1]["reason"]
 
 
 def test_the_matching_baseline_is_chosen_among_several(tmp_path, specs):

@@ -70,6 +70,8 @@ def test_too_little_data_is_never_decided():
     assert stats.compare(arm, baseline).verdict == "undecided"  # four prompts
     arm, baseline = np.full((5, 1), 60.0), np.full((5, 1), 30.0)
     assert stats.compare(arm, baseline).verdict == "undecided"  # no pass was repeated
+    thrice = np.full((5, 3), 30.0)
+    assert stats.compare(arm, thrice).verdict == stats.compare(thrice, arm).verdict == "undecided"  # one was not
     assert stats.compare(np.full((5, 2), 60.0), np.full((5, 2), 30.0)).verdict == "faster"
 
 
