@@ -88,6 +88,7 @@ def main() -> None:
             "flags": flags,
             "environment": engine.environment(args.hardware) | args.engine_settings.get("environment", {}),
             "hardware": args.hardware,
+            "draft_vocab_size": artefacts.read_json(args.checkpoint / "config.json")["draft_vocab_size"],
         },
         inputs={"target": args.target / "manifest.json", "drafter": args.checkpoint / "config.json"},
         counts={"requests": sum(row["requests"] for row in rows)},

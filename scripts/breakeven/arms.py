@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from breakeven import acceptance, artefacts, load, tables
+from breakeven import acceptance, artefacts, engines, load, tables
 from breakeven.cli import UserError
 from breakeven.sanity import degenerate
 
@@ -58,6 +58,15 @@ class Arm:
     @property
     def k(self) -> int:
         return int(self.parameters.get("k") or 0)
+
+    @property
+    def draft(self) -> dict[str, Any]:
+        """What an arm drafts with, but for K: drafter, method and the engine's further options."""
+        return {
+            "drafter": self.parameters.get("drafter"),
+            "method": engines.method(self.parameters),
+            "options": self.parameters.get("options") or {},
+        }
 
     @property
     def speculates(self) -> bool:

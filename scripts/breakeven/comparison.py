@@ -110,7 +110,7 @@ def compare(
             prompts = sorted(set(arm.requests["prompt_id"]))
             speedup = stats.compare(arm.rates(prompts), baseline.rates(prompts))
             label = "undecided" if refusals.apart(arm, baseline) else str(speedup.verdict)
-        cost, remarks = evidence.step_cost_of(arm, step_cost or {})
+        cost, remarks = evidence.step_cost_of(arm, step_cost or {}, drafters or {})
         by_output_position = evidence.places_of(arm, by_place or {})
         fall = places.fall(by_output_position)
         warnings += warnings_of(arm, baseline, lossless) + remarks + ([fall] if fall else [])
@@ -142,7 +142,7 @@ def compare(
             facts = evidence.facts_of(
                 arm,
                 row,
-                result.summary,
+                [of for other, of in zip(arms, result.summary, strict=True) if other.draft == arm.draft],
                 result.details[arm.name]["reasons"],
                 offline or {},
                 what_if or {},

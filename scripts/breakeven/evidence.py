@@ -108,12 +108,20 @@ def read_step_cost(paths: Mapping[str, Path | str]) -> dict[str, Measured]:
     return found
 
 
-def step_cost_of(arm: Arm, step_cost: Mapping[str, Measured]) -> tuple[stepcost.StepCost | None, list[str]]:
-    """rho(K) as measured apart from the arms, on the arm's machine, version and flags; else None and why."""
-    measured = step_cost.get(arm.parameters["engine"])
-    if measured is None or not arm.speculates:
+def step_cost_of(
+    arm: Arm, step_cost: Mapping[str, Measured], drafters: Mapping[str, Mapping[str, Any]]
+) -> tuple[stepcost.StepCost | None, list[str]]:
+    """rho(K) as measured apart from the arms, on the arm's machine, version and flags; else None and why.
+
+    It is that of a chain of EAGLE-3 drafts; nothing is said of an arm that drafts otherwise. drafters: manifests by drafter.
+    """
+    measured, draft = step_cost.get(arm.parameters["engine"]), arm.draft
+    if measured is None or draft["method"] != "eagle3" or draft["options"].get("topk", 1) != 1:
         return None, []
     mine, manifest = arm.identity, measured.manifest
+    sizes = [
+        (of.get("parameters") or {}).get("draft_vocab_size") for of in (drafters.get(draft["drafter"]) or {}, manifest)
+    ]
     other = {
         "machine": (mine["other-machine"], manifest["machine"].get("fingerprint")),
         "version": (mine["other-version"], manifest["versions"]),
@@ -121,6 +129,7 @@ def step_cost_of(arm: Arm, step_cost: Mapping[str, Measured]) -> tuple[stepcost.
             mine["other-flags"],
             {key: manifest["parameters"].get(key) or {} for key in ("flags", "environment")},
         ),
+        "draft vocabulary": sizes if None not in sizes else (None, None),  # unknown for a drafter from elsewhere
     }
     differ = [name for name, (a, b) in other.items() if a != b]
     if differ:
@@ -139,14 +148,15 @@ def read_drafters(paths: Mapping[str, Path | str]) -> dict[str, dict[str, Any]]:
 def facts_of(
     arm: Arm,
     row: Mapping[str, Any],
-    summary: Sequence[Mapping[str, Any]],
+    alike: Sequence[Mapping[str, Any]],
     reasons: Sequence[str],
     offline: Mapping[str, pd.DataFrame],
     what_if: Mapping[str, WhatIf],
     step_cost: Mapping[str, Measured],
     drafters: Mapping[str, Mapping[str, Any]],
 ) -> verdict.Facts:
-    """What the verdict on one arm is made of. row, summary: the arm's row and all; reasons: ids of why it is refused."""
+    """What the verdict on one arm is made of. row: the arm's; alike: rows of all arms that draft as it does (Arm.draft);
+    reasons: ids of why it is refused."""
     drafter = arm.parameters.get("drafter")
     sound = not set(reasons) & verdict.NO_ACCEPTANCE
     served_walk = offline.get(arm.name)
@@ -165,7 +175,7 @@ def facts_of(
     manifest = drafters.get(drafter) or {}
     counts = manifest.get("counts") or {}
     flags = {str(key).replace("_", "-") for key, value in (arm.parameters.get("flags") or {}).items() if value}
-    cost, _ = step_cost_of(arm, step_cost)
+    cost, _ = step_cost_of(arm, step_cost, drafters)
     machine = arm.manifest["machine"]
     return verdict.Facts(
         label=row["verdict"],
@@ -180,7 +190,7 @@ def facts_of(
         speedup=row["speedup"],
         speedup_high=row["speedup_high"],
         rho=row["rho"],
-        cost=cost or cost_from_arms(row, summary),
+        cost=cost or cost_from_arms(row, alike),
         predicted_rho=row["predicted_rho"],
         samples=counts.get("training_sequences"),
         response_tokens=counts.get("training_response_tokens"),
@@ -230,13 +240,9 @@ def counts_of(rows: pd.DataFrame, what: str) -> verdict.Counts:
         raise UserError(f"{what}: {error}; make the table again") from None
 
 
-def cost_from_arms(row: Mapping[str, Any], summary: Sequence[Mapping[str, Any]]) -> stepcost.StepCost | None:
-    """rho by K from the arms that share this arm's drafter and baseline; None where no rho is known."""
-    points = [
-        (other["k"], other["rho"])
-        for other in summary
-        if other["rho"] and other["baseline"] == row["baseline"] and other["drafter"] == row["drafter"]
-    ]
+def cost_from_arms(row: Mapping[str, Any], alike: Sequence[Mapping[str, Any]]) -> stepcost.StepCost | None:
+    """rho by K from the arms that draft as this one does and share its baseline; None where no rho is known."""
+    points = [(other["k"], other["rho"]) for other in alike if other["rho"] and other["baseline"] == row["baseline"]]
     return stepcost.StepCost(points, "arms of this run") if points and row["rho"] else None
 
 

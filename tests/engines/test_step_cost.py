@@ -38,6 +38,7 @@ def test_step_cost_of_a_real_server(finished, tmp_path):
         assert 6 * row["requests"] <= row["steps"] <= 7 * row["requests"]
     assert "break-even AL" in out.with_suffix(".txt").read_text()
     manifest = artefacts.read_manifest(artefacts.manifest_path(out), "stepcost")
+    assert manifest["parameters"]["draft_vocab_size"] == 1024
     assert manifest["versions"]["vllm"] and set(manifest["drift"]) == {"1", "2"}
     left = [
         p

@@ -171,7 +171,8 @@ def write_step_cost(path: Path, rho: dict[int, float], spec: dict, **changes) ->
         artefacts.manifest_path(path),
         "stepcost",
         **{
-            "parameters": {key: spec["parameters"][key] for key in ("engine", "flags", "environment")},
+            "parameters": {key: spec["parameters"][key] for key in ("engine", "flags", "environment")}
+            | {"draft_vocab_size": 8192},
             "versions": spec["versions"],
             "machine": spec["machine"],
         }

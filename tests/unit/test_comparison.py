@@ -511,6 +511,41 @@ def test_prediction_needs_a_step_cost_of_the_same_machine(tmp_path, specs):
     assert row["predicted_speedup"] is None
 
 
+@pytest.mark.parametrize("change", [{"method": "ngram"}, {"method": "draft_model"}, {"options": {"topk": 4}}])
+def test_a_step_cost_of_chains_says_nothing_of_other_drafts(tmp_path, specs, change):
+    base, arm = map(long, specs)
+    arm["parameters"] |= change
+    cost = evidence.read_step_cost({"vllm": files.write_step_cost(tmp_path / "vllm.parquet", {1: 1.1, 3: 1.2}, base)})
+    row, details = judged(tmp_path, base, arm, FAST, step_cost=cost)
+    assert (row["verdict"], row["cause"], row["predicted_speedup"]) == ("faster", None, None)
+    assert "step cost" not in " ".join(details["warnings"])
+    arm["parameters"]["options"] = {"topk": 1}
+    row, _ = judged(
+        tmp_path, base, arm | {"parameters": arm["parameters"] | {"method": "eagle3"}}, FAST, step_cost=cost
+    )
+    assert row["predicted_speedup"] and row["cause"] == "cost"
+
+
+@pytest.mark.parametrize("size, predicted", [(8192, True), (None, True), (32_000, False)])
+def test_a_step_cost_of_another_draft_vocabulary_is_not_used(tmp_path, specs, size, predicted):
+    base, arm = map(long, specs)
+    cost = evidence.read_step_cost({"vllm": files.write_step_cost(tmp_path / "vllm.parquet", {3: 1.2}, base)})
+    drafters = {"own": {"parameters": {"draft_vocab_size": size} if size else {}}}
+    row, details = judged(tmp_path, base, arm, FAST, step_cost=cost, drafters=drafters)
+    assert (row["predicted_speedup"] is not None) == predicted
+    assert ("another draft vocabulary" in " ".join(details["warnings"])) != predicted
+
+
+def test_arms_that_draft_otherwise_do_not_tell_the_best_k(tmp_path, specs):
+    base, arm = map(long, specs)
+    shallow = long(files.default("vllm-ngram-k1", k=1, rate=42.0))
+    shallow["parameters"]["method"], arm["parameters"] = "ngram", arm["parameters"] | {"drafter": None}
+    arm["parameters"]["method"], arm["rate"] = "draft_model", 24.0
+    _, result = compared(tmp_path, base, arm, shallow)
+    row = next(row for row in result.details["vllm-own-k3"]["pay"] if row["change"] == "K")
+    assert row["note"] == "rho at other K was not measured"
+
+
 def test_the_best_k_comes_from_the_arms_where_nothing_else_is_known(tmp_path, specs):
     base, arm = map(long, specs)
     shallow = long(files.default("vllm-own-k1", k=1, drafter="own", rate=42.0))
