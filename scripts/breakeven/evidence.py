@@ -199,6 +199,7 @@ def facts_of(
         and arm.parameters.get("hardware") == "cpu"
         and (arm.parameters.get("flags") or {}).get("dtype", "auto") in ("auto", "bfloat16"),
         reasons=reasons,
+        method=arm.draft["method"],
     )
 
 

@@ -297,14 +297,14 @@ def _curve(counts: Counts) -> str:
 class Expectation(NamedTuple):
     """What comparable runs reach at one K, as AL."""
 
-    low: float | None  # public reports near that many samples; None below the smallest known run
+    low: float | None  # public reports near that many samples, the lowest if unknown; None below the smallest known run
     high: float  # the best run with that many samples
     potential: float  # the best known at any number of samples
     potential_source: str
 
 
 def expectation(data: Mapping[str, Any], k: int, samples: int | None = None) -> Expectation:
-    """What resources/expectations.json lets expect at K for a drafter of that many samples (unknown: the smallest run).
+    """What resources/expectations.json lets expect at K for a drafter of that many samples (unknown: the least of them).
 
     Between two runs AL is interpolated in log(samples); outside, the nearest run counts. Beyond the largest K of a run
     its last conditional acceptance is kept.
@@ -314,7 +314,7 @@ def expectation(data: Mapping[str, Any], k: int, samples: int | None = None) -> 
     sizes = [run["samples"] for run in runs]
     high = float(np.interp(math.log(samples or sizes[0]), np.log(sizes), curves))
     public = sorted(data["public"], key=lambda run: run["samples"])
-    low = None
+    low = min(high, *(run["acceptance_length"] for run in public)) if samples is None else None
     if samples is not None and samples >= public[0]["samples"]:
         points = np.log([run["samples"] for run in public])
         low = min(high, float(np.interp(math.log(samples), points, [run["acceptance_length"] for run in public])))
@@ -358,6 +358,7 @@ class Facts:
     graphs_off: bool = False  # CUDA graphs are disabled on a GPU
     emulated: bool = False  # served in bfloat16 on a CPU that has no instructions for it
     reasons: Sequence[str] = ()  # ids of refusals
+    method: str = "eagle3"  # how it drafts; what comparable drafters reach is known of EAGLE-3 alone
 
     def __post_init__(self):
         if self.length is None and self.served is not None and self.served.steps:
@@ -391,7 +392,7 @@ def judge(facts: Facts, data: Mapping[str, Any]) -> Verdict:
         facts.label == "undecided" and facts.speedup_high is not None and facts.speedup_high < NO_GAIN
     )
     evidence += _beside_training(facts)
-    if facts.samples is not None and facts.label != "refused":
+    if facts.method == "eagle3" and facts.samples is not None and facts.label != "refused":
         evidence.append(_samples_sentence(facts, data))
     if found.rejected and found.lower:
         fault = " or ".join(found.faults) or "unknown"
@@ -440,6 +441,17 @@ def judge(facts: Facts, data: Mapping[str, Any]) -> Verdict:
                 return verdict("cost")
         evidence.append(f"AL {facts.length:.2f} is above break-even ({facts.rho:.2f})")
         return verdict(None)
+    evidence.append(
+        f"AL {facts.length:.2f} against break-even rho {facts.rho:.2f} at K = {facts.k}; no drafter can be faster than"
+        f" {stepcost.ceiling(facts.k, facts.rho):.2f}x there"
+    )
+    if facts.method != "eagle3":
+        if facts.rho >= facts.k + 1:
+            return verdict("cost")
+        evidence.append(
+            f"what {facts.method} drafts reach elsewhere is not known here: nothing says which of the two is at fault"
+        )
+        return verdict(None)
     return verdict(_training_or_cost(facts, data, evidence))
 
 
@@ -450,10 +462,6 @@ def _out_of_reach(facts: Facts, data: Mapping[str, Any]) -> bool:
 def _training_or_cost(facts: Facts, data: Mapping[str, Any], evidence: list[str]) -> str:
     """training | cost | mixed for an arm without gain whose integration is not at fault; appends the evidence."""
     known = expectation(data, facts.k, facts.samples)
-    evidence.append(
-        f"AL {facts.length:.2f} against break-even rho {facts.rho:.2f} at K = {facts.k}; no drafter can be faster than"
-        f" {stepcost.ceiling(facts.k, facts.rho):.2f}x there"
-    )
     sizes = [run["samples"] for run in data["runs"]]
     few = facts.samples is not None and facts.samples < max(sizes)
     if facts.response_tokens is not None:
@@ -516,8 +524,10 @@ def _beside_training(facts: Facts) -> list[str]:
 def what_would_pay(facts: Facts, data: Mapping[str, Any]) -> list[dict[str, str]]:
     """Rows (change, now, needed, note): each a single change that would bring the arm to break-even."""
     k, rho, length = facts.k, facts.rho, facts.length
-    known = expectation(data, k, facts.samples)
     c = stepcost.needed_conditional(rho, k)
+    elsewhere = ""
+    if facts.method == "eagle3":
+        elsewhere = f"; comparable drafters reach {expectation(data, k, facts.samples).potential:.2f}"
     rows = [
         {
             "change": f"acceptance length at K = {k}",
@@ -525,8 +535,7 @@ def what_would_pay(facts: Facts, data: Mapping[str, Any]) -> list[dict[str, str]
             "needed": f"above {rho:.2f}",
             "note": "out of reach: a step yields at most K + 1 tokens"
             if c is None
-            else f"each draft token accepted with {c:.2f}, given the ones before; comparable drafters reach"
-            f" {known.potential:.2f}",
+            else f"each draft token accepted with {c:.2f}, given the ones before{elsewhere}",
         },
         {
             "change": "step cost rho",

@@ -244,6 +244,24 @@ def test_acceptance_fine_and_no_gain_is_cost_not_training():
     assert pay["step cost rho"]["needed"] == "below 2.50"
 
 
+def test_acceptance_near_nothing_is_not_in_the_range_of_comparable_drafters():
+    """A published drafter, whose samples nobody states: the lowest public report is the scale, AL 1.5."""
+    judged = verdict.judge(Facts("slower", 3, length=1.11, speedup=1.11 / 1.38, rho=1.38), DATA)
+    assert judged.cause == "training" and "more or better training can pay" in judged.evidence[-1]
+    assert verdict.judge(Facts("slower", 3, length=1.11, speedup=1.11 / 3.4, rho=3.4), DATA).cause == "mixed"
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize("rho, cause", [(1.17, None), (4.1, "cost")])
+def test_of_other_drafts_than_eagle3_no_comparable_ones_are_known(method, rho, cause):
+    judged = verdict.judge(
+        Facts("slower", 3, length=1.05, speedup=1.05 / rho, rho=rho, samples=5000, method=method), DATA
+    )
+    assert judged.cause == cause
+    said = " ".join([*judged.evidence, *(row["note"] for row in judged.pay)])
+    assert "1.05 against break-even" in said and "comparable" not in said and "train" not in said
+
+
 def test_the_same_drafter_on_two_machines():
     """docs/design.md, section 11: 1.74x on two CPU cores, 0.67 to 0.75x on an H200, as predicted on both."""
     cpu = Facts("faster", 3, GOOD, as_built=GOOD, speedup=1.74, speedup_high=1.8, rho=2.31 / 1.74, samples=48_000)
