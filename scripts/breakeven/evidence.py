@@ -185,6 +185,7 @@ def facts_of(
         as_built=as_built,
         hypotheses=hypotheses,
         by_output=fits_by_output(arm, matrix) if sound and matrix is not None else None,
+        outputs=len(arm.first_pass),
         held_out_length=length,
         held_out_accuracy=(manifest.get("held_out") or {}).get("accuracy"),
         speedup=row["speedup"],

@@ -67,7 +67,7 @@ CLEARLY = 5.0
 INDISTINCT = 3.0
 MINIMUM_STEPS = 100  # fewer verification steps say nothing about integration
 MINIMUM_TRIALS = 10  # at one position
-SAME_TOKENS = 0.2  # walk and served pass must cover the same tokens but for the ends of the outputs
+SAME_TOKENS = 0.2  # walk and served pass must cover the same tokens, this share and K tokens of each output apart
 LOW = 0.9  # AL below this share of what comparable runs reach is low
 GAP = 0.75  # served (AL - 1) below this share of the held-out one is a gap that prompts alone seldom make
 NO_GAIN = 1.05  # a speed-up whose interval ends below this is not worth having
@@ -212,12 +212,13 @@ def integration(
     as_built: Counts | None,
     hypotheses: Mapping[str, Counts] | None = None,
     by_output: Sequence[Fitness] | None = None,
+    outputs: int = 0,
 ) -> Integration:
     """Was the drafter served as built, and if not, which hypothesis explains the counts?
 
     served: one pass. as_built: the walk on the outputs of that pass. hypotheses: the what-if walks on the same outputs;
     an entry "as-built" there replaces `as_built`, since all entries then come from one computation. by_output: what
-    `paired` finds for the same hypotheses.
+    `paired` finds for the same hypotheses. outputs: how many there are; a walk ends up to K tokens before each one's end.
     """
     hypotheses = dict(hypotheses or {})
     as_built = hypotheses.pop(AS_BUILT, as_built)
@@ -231,7 +232,7 @@ def integration(
             None, False, (), (),
             (f"{steps} verification steps are too few to judge the integration ({MINIMUM_STEPS} are needed)",),
         )  # fmt: skip
-    if abs(as_built.tokens - served.tokens) > SAME_TOKENS * served.tokens:
+    if abs(as_built.tokens - served.tokens) > SAME_TOKENS * served.tokens + outputs * served.k:
         return Integration(
             None, False, (), (),
             (f"the offline walk covers {as_built.tokens} tokens, the served pass {served.tokens}: not the same outputs",),
@@ -346,6 +347,7 @@ class Facts:
     as_built: Counts | None = None  # offline walk on the outputs of that pass
     hypotheses: Mapping[str, Counts] = field(default_factory=dict)
     by_output: Sequence[Fitness] | None = None  # the same hypotheses output by output, see `paired`
+    outputs: int = 0  # of that pass
     held_out_length: float | None = None  # offline AL at this K on held-out responses
     held_out_accuracy: Sequence[float] | None = None  # per training-time-test step, from training
     speedup: float | None = None
@@ -380,7 +382,7 @@ def judge(facts: Facts, data: Mapping[str, Any]) -> Verdict:
     """Apply the decision table. data: resources/expectations.json."""
     if set(facts.reasons) & NO_ACCEPTANCE:
         return Verdict(None, None, ["acceptance means nothing here, so no cause is sought"], [], [])
-    found = integration(facts.served, facts.as_built, facts.hypotheses, facts.by_output)
+    found = integration(facts.served, facts.as_built, facts.hypotheses, facts.by_output, facts.outputs)
     evidence = list(found.evidence)
     pay = what_would_pay(facts, data) if facts.rho and facts.length else []
     matrix = [fit._asdict() for fit in found.fits]
@@ -414,9 +416,12 @@ def judge(facts: Facts, data: Mapping[str, Any]) -> Verdict:
     if far and (no_gain or facts.label == "refused"):
         evidence.append(f"AL {facts.length:.2f} served against {held_out:.2f} on held-out responses")
         if found.rejected is None:
+            missing = "an offline walk on the served outputs (replay_served)"
+            if facts.as_built or facts.hypotheses:
+                missing = "more prompts or longer outputs" if facts.served else "acceptance per position"
             evidence.append(
-                "integration or distribution: an offline walk on the served outputs (replay_served) would tell whether"
-                " the engine loses it or the served prompts and lengths are unlike the training data"
+                f"integration or distribution: {missing} would tell whether the engine loses it or the served prompts and"
+                " lengths are unlike the training data"
             )
             return verdict("integration or distribution")
         if found.rejected is False and not _out_of_reach(facts, data):

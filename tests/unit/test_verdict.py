@@ -150,6 +150,28 @@ def test_what_cannot_be_known_is_refused():
         verdict.integration(served, Counts(2800, (1400, 800)))
 
 
+def walked(rng, outputs, tokens, k, c=0.45):
+    """(served, walk) of a faithful engine: the walk leaves out the steps that would draft past the end of an output."""
+    served, walk = np.zeros(k + 1, int), np.zeros(k + 1, int)
+    for _ in range(outputs):
+        done = 1
+        while done < tokens:
+            accepted = np.arange(k + 1) <= min(rng.geometric(1 - c) - 1, k)  # the step itself first
+            served += accepted
+            walk += accepted * (done + k < tokens)
+            done += int(accepted.sum())
+    return tuple(Counts(int(counts[0]), tuple(counts[1:].tolist())) for counts in (served, walk))
+
+
+def test_deep_drafts_on_short_outputs_are_judged():
+    """K = 15 on outputs of 64 tokens: the walk covers four fifths of the tokens or less, and they are the same outputs."""
+    rng = np.random.default_rng(0)
+    found = [verdict.integration(*walked(rng, 5, 64, 15), outputs=5).rejected for _ in range(100)]
+    assert None not in found and sum(found) <= 5
+    served, walk = walked(rng, 5, 64, 15)
+    assert verdict.integration(served, walk).rejected is None
+
+
 def test_without_a_what_if_matrix_integration_is_blamed_but_no_fault():
     result = verdict.integration(expected(CURVES["fc-skipped"], 5000), expected(CURVES["as-built"], 5000))
     assert result.rejected and result.faults == () and "no what-if matrix" in result.evidence[-1]
@@ -281,6 +303,13 @@ def test_good_validation_and_low_serving_is_integration_or_distribution():
     assert (walked.cause, walked.fault) == ("training", "distribution")
     lost = verdict.judge(Facts(**facts, as_built=GOOD), DATA)
     assert (lost.cause, lost.fault) == ("integration", "unknown")
+    few = expected((0.25, 0.3, 0.3), 80)
+    for served, words in (
+        (few, "more prompts or longer outputs would tell"),
+        (None, "acceptance per position would tell"),
+    ):
+        undecided = verdict.judge(Facts(**facts | {"served": served, "length": few.length}, as_built=few), DATA)
+        assert undecided.cause == "integration or distribution" and words in undecided.evidence[-1]
 
 
 @pytest.mark.parametrize(
