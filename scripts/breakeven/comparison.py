@@ -381,7 +381,7 @@ def _summary_row(arm, baseline, speedup, walk, lossless, label, reasons) -> dict
         "speedup_low": 1.0 if label == "baseline" else float(speedup.low) if bounded else None,
         "speedup_high": 1.0 if label == "baseline" else float(speedup.high) if bounded else None,
         "acceptance_length": length,
-        "offline_acceptance_length": None if walk is None else float(walk["acceptance_length"].iloc[0]),
+        "offline_acceptance_length": None if walk is None else evidence.finite(walk["acceptance_length"].iloc[0]),
         "rho": length / ratio if length and ratio and arm.speculates else None,
         "identical_outputs": identical,
         "verdict": label,

@@ -396,6 +396,15 @@ def test_the_walk_on_served_outputs_comes_before_the_held_out_one(tmp_path, spec
     assert {row.get("offline_marginal") for row in result.acceptance} == {None}
 
 
+def test_a_walk_without_a_step_leaves_the_offline_columns_null(tmp_path, specs):
+    nothing = {"steps": 0, "accepted": 0, "marginal": None, "conditional": None, "acceptance_length": None}
+    rows = [{"prompts": "served", "k": 3, "position": i} | nothing for i in (1, 2, 3)]
+    artefacts.write_table(tmp_path / "offline.parquet", rows, tables.OFFLINE)
+    found, result = compared(tmp_path, *specs, offline={"vllm-own-k3": tmp_path / "offline.parquet"})
+    assert found["vllm-own-k3"]["offline_acceptance_length"] is None
+    assert {row["offline_marginal"] for row in result.acceptance} == {None}
+
+
 def test_script_writes_the_contract(tmp_path, specs):
     for spec in specs:
         files.write(tmp_path / "benchmarks", spec)
