@@ -164,20 +164,22 @@ def curve(points: Mapping[int, Any], k: int, resamples: int = 2000, seed: int = 
 
 
 def step_costs(measured: Mapping[str, Any], summary: Any, drafters: Sequence[str]) -> dict[str, StepCost]:
-    """rho(K) of each engine: its step-cost table where there is one (fewest requests at once), else its measured arms.
+    """rho(K) of each engine: its step-cost table where there is one, else its measured arms, with fewest requests at once.
 
     measured: by engine, a pandas table of tables.STEP_COST. summary: that of tables.SUMMARY, or None; arms count that
     have one of `drafters`.
     """
-    found = {}
-    for engine, table in measured.items():
-        rows = table[table["concurrency"] == table["concurrency"].min()]
-        found[engine] = StepCost(list(zip(rows["k"], rows["rho"], strict=True)), "random drafter")
+
+    def cost(rows: Any, source: str) -> StepCost:
+        least = rows[rows["concurrency"] == rows["concurrency"].min()]
+        return StepCost(list(zip(least["k"], least["rho"], strict=True)), source)
+
+    found = {engine: cost(rows, "random drafter") for engine, rows in measured.items()}
     if summary is not None:
         arms = summary[summary["drafter"].isin(drafters) & (summary["rho"] > 0) & (summary["verdict"] != "refused")]
         for engine, rows in arms.groupby("engine"):
             if engine not in found:
-                found[engine] = StepCost(list(zip(rows["k"], rows["rho"], strict=True)), "arms of the comparison")
+                found[engine] = cost(rows, "arms of the comparison")
     return found
 
 

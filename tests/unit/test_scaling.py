@@ -122,8 +122,8 @@ def test_the_crossing_is_told_with_its_interval(found):
 
 def test_a_step_cost_table_goes_before_measured_arms():
     measured = {"vllm": pd.DataFrame({"k": [1, 3, 3], "concurrency": [1, 1, 4], "rho": [1.2, 1.4, 9.0]})}
-    arms = {"engine": ["vllm", "sglang", "sglang"], "drafter": ["own", "own-10000", "other"], "k": [3, 3, 3]}
-    summary = pd.DataFrame(arms | {"rho": [5.0, 2.0, 7.0], "verdict": "slower"})
+    arms = {"engine": ["vllm", "sglang", "sglang", "sglang"], "drafter": ["own", "own-10000", "other", "own"], "k": 3}
+    summary = pd.DataFrame(arms | {"concurrency": [1, 4, 1, 32], "rho": [5.0, 2.0, 7.0, 9.0], "verdict": "slower"})
     found = scaling.step_costs(measured, summary, ["own", "own-10000"])
     assert found["vllm"].at(3) == 1.4 and found["sglang"].at(3) == 2.0
     assert scaling.step_costs({}, None, ["own"]) == {}
