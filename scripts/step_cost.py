@@ -77,7 +77,6 @@ def main() -> None:
     drift = steptimes.drift(plain)
     for b, ratio in drift.items():
         cli.logger.info("plain server at concurrency %s: %.1f %% slower after than before", b, 100 * (ratio - 1))
-    text = steptimes.summary(rows, args.curve)
     artefacts.write_table(args.out, rows, tables.STEP_COST)
     artefacts.write_manifest(
         artefacts.manifest_path(args.out),
@@ -98,6 +97,7 @@ def main() -> None:
         cross_check=forced,
         files=artefacts.hashes(args.out),
     )
+    text = steptimes.summary(rows, args.curve)
     with artefacts.atomic(args.out.with_suffix(".txt")) as temporary:
         temporary.write_text(text)
     cli.logger.info("\n%s", text)

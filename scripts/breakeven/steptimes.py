@@ -236,11 +236,11 @@ def _block(table: list[dict[str, Any]], b: int, curve: Sequence[float] | None) -
     if cost.line is not None:
         lines += ["", f"rho(K) = {cost.line.a:.3f} + {cost.line.b:.3f} K{_fit_interval(cost)}"]
     lines += ["", "acceptance of each position   best K   AL   speed-up"]
-    deepest = max(cost.known())
+    rho = cost.known(max([stepcost.DEEPEST, *cost.measured]))
     for c in EXAMPLES:
-        lines.append(_best(f"{c:.2f} throughout", [c**i for i in range(1, deepest + 1)], cost))
+        lines.append(_best(f"{c:.2f} throughout", [c**i for i in range(1, max(rho) + 1)], rho, cost))
     if curve is not None:
-        lines.append(_best("the given curve", curve, cost))
+        lines.append(_best("the given curve", curve, rho, cost))
     return "\n".join(lines)
 
 
@@ -251,8 +251,8 @@ def _fit_interval(cost: stepcost.StepCost) -> str:
     return f"; at K = {deepest} {low:.2f} to {high:.2f} (95 %)" if math.isfinite(low) else ""
 
 
-def _best(label: str, marginal: Sequence[float], cost: stepcost.StepCost) -> str:
-    best = stepcost.best_k(marginal, cost.known())
+def _best(label: str, marginal: Sequence[float], rho: dict[int, float], cost: stepcost.StepCost) -> str:
+    best = stepcost.best_k(marginal, rho)
     if best.k == 0:
         return f"{label:<29} none: plain decoding is faster"
     fitted = "" if best.k in cost.measured else "   (step time from the fit)"

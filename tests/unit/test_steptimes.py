@@ -60,6 +60,11 @@ def test_the_summary_says_what_each_k_needs():
     assert given.split()[-3:] == ["1", "1.70", "1.42x"]
 
 
+def test_drafts_deeper_than_any_that_is_looked_at_otherwise():
+    text = steptimes.summary(table({20: 3.0})[0], curve=[0.9**i for i in range(1, 21)])
+    assert next(line for line in text.splitlines() if line.startswith("the given curve")).split()[3] == "20"
+
+
 def test_a_curve_that_never_pays_is_named():
     text = steptimes.summary(table({1: 3.0, 2: 3.5})[0])
     assert "0.90 throughout" in text and text.count("none: plain decoding is faster") >= 1
