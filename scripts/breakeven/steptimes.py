@@ -116,9 +116,12 @@ def _round(
         )
     seconds = delta.decode_s or sum(last - first for _, first, last in replies)
     steps, accepted = (delta.steps, delta.accepted) if k else (tokens - len(replies), 0)
-    if k and delta.steps is None:  # an engine that counts each request instead
-        steps = sum(sum(reply.histogram) for reply, _, _ in replies)
-        accepted = sum(a * n for reply, _, _ in replies for a, n in enumerate(reply.histogram))
+    if accepted is None:  # an engine that reports it of each request instead
+        histograms = [reply.histogram for reply, _, _ in replies]
+        if None in histograms:
+            raise UserError("the server reports no acceptance, neither in its counters nor per request")
+        steps = sum(map(sum, histograms)) if steps is None else steps
+        accepted = sum(a * n for histogram in histograms for a, n in enumerate(histogram))
     if not steps:
         raise UserError("the server reports no verification step; is speculation on? See the server log")
     return Round(seconds, steps, accepted, len(replies))

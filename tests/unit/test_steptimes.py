@@ -6,7 +6,7 @@ import pytest
 
 from breakeven import artefacts, stepcost, steptimes, tables
 from breakeven.cli import UserError
-from breakeven.engines import sglang, vllm
+from breakeven.engines import Reply, sglang, vllm
 from breakeven.steptimes import Round, Settings
 
 PLAIN = [0.030, 0.031, 0.029, 0.030, 0.032]
@@ -80,6 +80,46 @@ def test_a_curve_that_never_pays_is_named():
 def test_what_cannot_be_measured_is_refused_before_a_server_starts(settings, flags, hardware, message):
     with pytest.raises(UserError, match=message):
         steptimes.check(vllm, settings, flags, hardware)
+
+
+class SGLang:
+    """A client of a server that speculates with K = 3; each request: three steps of 2, 4 and 1 tokens after the prefill's."""
+
+    def __init__(self, counts_steps, histogram):
+        self.counts_steps, self.histogram, self.requests = counts_steps, histogram, 0
+
+    def stream(self, prompt, sampling):
+        self.requests += 1
+        meta = {"finish_reason": {"type": "length"}, "completion_tokens": 8, "spec_verify_ct": 3} | self.histogram
+        reply = Reply()
+        sglang.read_event({"text": "", "output_ids": list(range(8)), "meta_info": meta}, reply)
+        return reply, 0.1, 0.4
+
+    def counters(self):
+        text = f'sglang:generation_tokens_total{{model_name="m"}} {8.0 * self.requests}\n'
+        if self.counts_steps:
+            text += f'sglang:spec_verify_calls_total{{model_name="m"}} {3.0 * self.requests}\n'
+        return sglang.read_counters(text, "m")
+
+    def settled_counters(self, tokens):
+        return self.counters()
+
+
+@pytest.mark.parametrize(
+    "counts_steps, name", [(True, "spec_correct_drafts_histogram"), (False, "spec_accept_histogram")]
+)
+def test_acceptance_that_is_reported_per_request_alone(counts_steps, name):
+    """SGLang 0.5.23 counts steps in /metrics, 0.5.9 nothing; accepted tokens stand with each request in both."""
+    server = SGLang(counts_steps, {name: [1, 1, 0, 1]})
+    rounds = steptimes.measure(lambda: server, 1000, Settings(ks=[3], concurrency=[1]), 3)
+    (found,) = steptimes.rows("sglang", {3: rounds}, [rounds])
+    assert found["steps"] == 3 * 5 and found["acceptance_length"] == pytest.approx(1 + 4 / 3)
+    assert rounds[1, 1][0].seconds == pytest.approx(0.3)
+
+
+def test_a_server_that_reports_no_acceptance_is_refused():
+    with pytest.raises(UserError, match="reports no acceptance"):
+        steptimes.measure(lambda: SGLang(True, {}), 1000, Settings(concurrency=[1]), 3)
 
 
 def test_acceptance_is_forced_where_the_engine_can():
