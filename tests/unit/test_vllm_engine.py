@@ -128,7 +128,9 @@ def test_per_request_metrics_only_where_the_server_knows_them():
 @pytest.mark.parametrize(
     "speculation, temperature, hardware, said",
     [
-        (Speculation("eagle3", 3, "d"), 0.6, "cpu", "temperature 0.6 with EAGLE-3 on the CPU"),
+        (Speculation("eagle3", 3, "d"), 0.6, "cpu", "temperature 0.6 with speculation on the CPU"),
+        (Speculation("ngram", 3), 0.6, "cpu", "temperature 0.6 with speculation on the CPU"),
+        (Speculation("draft_model", 3), 0.6, "cpu", "temperature 0.6 with speculation on the CPU"),
         (Speculation("eagle3", 3, "d"), 0, "cpu", None),
         (Speculation("eagle3", 3, "d"), 0.6, "cuda", None),
         (Speculation(), 0.6, "cpu", None),

@@ -48,9 +48,10 @@ def refuse(speculation: Speculation, temperature: float, hardware: str) -> str |
     """Why this combination cannot be measured, or None."""
     if speculation.method not in METHODS:
         return f"vllm knows no speculation method {speculation.method!r} here; use one of {', '.join(METHODS)}"
-    if hardware == "cpu" and speculation.method == "eagle3" and temperature > 0:
+    # The kernel's stand-in (utils/cpu_triton_utils.py) writes each token's temperature into a copy that is thrown away.
+    if hardware == "cpu" and speculation.method != "none" and temperature > 0:
         return (
-            f"temperature {temperature} with EAGLE-3 on the CPU build of vLLM 0.32.0 reads an uninitialised temperature"
+            f"temperature {temperature} with speculation on the CPU build of vLLM 0.32.0 reads an uninitialised temperature"
             " and samples garbage; use a protocol with temperature 0, or hardware: cuda"
         )
     return None
