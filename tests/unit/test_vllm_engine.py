@@ -119,6 +119,14 @@ def test_flags_in_every_form():
     assert command[-5:] == ["--enforce-eager", "--max-model-len", "2048", "--dtype", "bfloat16"]
 
 
+def test_the_server_is_told_to_say_how_many_tokens_were_cached():
+    assert "--enable-prompt-tokens-details" in words()
+    without = {"choices": [], "usage": {"completion_tokens": 4}}  # 0.20.2, where none were
+    assert stream([without]).cached_tokens == 0
+    details = {"prompt_tokens_details": {"cached_tokens": 16}}
+    assert stream([without | {"usage": without["usage"] | details}]).cached_tokens == 16
+
+
 def test_per_request_metrics_only_where_the_server_knows_them():
     speculation = Speculation("eagle3", 1, "d")
     assert vllm.PER_REQUEST_METRICS in words(speculation, supported={vllm.PER_REQUEST_METRICS})

@@ -75,6 +75,7 @@ def command(
     words += ["--host", "127.0.0.1", "--port", str(port)]
     words += options(flags)
     if speculation.method != "none":
+    words += ["--enable-prompt-tokens-details"]  # how many prompt tokens were cached is not said without it
         words += ["--speculative-config", json.dumps(speculative_config(model, speculation, flags))]
         if PER_REQUEST_METRICS in supported:
             words += [PER_REQUEST_METRICS, "summary"]
@@ -206,7 +207,8 @@ def read_event(event: dict[str, Any], reply: Reply) -> None:
     usage = event.get("usage") or {}
     if usage:
         reply.completion_tokens = usage["completion_tokens"]
-        reply.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        # Older versions leave out the details where no token was cached.
+        reply.cached_tokens = (usage.get("prompt_tokens_details") or {"cached_tokens": 0}).get("cached_tokens")
     speculative = (event.get("metrics") or {}).get("speculative_decoding")
     if speculative:
         reply.histogram = speculative["acceptance_histogram"]
