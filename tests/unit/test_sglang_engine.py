@@ -137,6 +137,14 @@ def test_what_runs_is_compared_with_what_was_asked():
         sglang.compare_settings({"attention_backend": "torch_native"}, {"attention-backend": "intel_amx"})
 
 
+@pytest.mark.parametrize("asked", [{"a": 1, "b": [2.0, None]}, '{"b": [2, null], "a": 1}'])
+def test_a_setting_of_json_is_compared_by_what_it_says(asked):
+    running = {"json_model_override_args": '{"a": 1, "b": [2.0, null]}'}
+    sglang.compare_settings(running, {"json-model-override-args": asked})
+    with pytest.raises(UserError, match="asked for --json-model-override-args {'a': 2} and runs"):
+        sglang.compare_settings(running, {"json-model-override-args": {"a": 2}})
+
+
 class Session:
     """A server whose /server_info is `running`."""
 

@@ -182,7 +182,7 @@ def compare_settings(running: dict[str, Any], asked: dict[str, Any]) -> dict[str
             continue  # an alias or a switch that is stored under another name
         found[name] = running[key]
         same = running[key] == value or str(running[key]).upper() == str(value).upper()
-        if not same:
+        if not (same or parsed(running[key]) == parsed(value)):
             raise UserError(
                 f"SGLang was asked for --{name} {value} and runs {running[key]}; ask for what it can run, or for another"
                 " combination of options"
@@ -191,6 +191,14 @@ def compare_settings(running: dict[str, Any], asked: dict[str, Any]) -> dict[str
 
 
 def request(model: str, prompt: list[int], sampling: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def parsed(value: Any) -> Any:
+    """What a text of JSON says, as --json-model-override-args is kept; anything else as it is."""
+    try:
+        return json.loads(value)
+    except (TypeError, ValueError):
+        return value
+
+
     """(path, body) of a streaming request to SGLang's own interface, token ids in and out."""
     return "/generate", {"input_ids": prompt, "sampling_params": sampling_params(sampling), "stream": True}
 
