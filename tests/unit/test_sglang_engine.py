@@ -243,6 +243,11 @@ def test_counters_of_this_model_alone():
     assert sglang.read_counters(without_steps, "m").steps is None
 
 
+def test_retractions_are_counted():
+    line = 'sglang:num_retracted_requests_total{model_name="m",tp_rank="0"} 3.0\n'
+    assert sglang.read_counters(line, "m").preempted == 3
+
+
 def test_differences_of_counters():
     start = Counters(0, None, None, None, 8, 0)
     assert sglang.read_counters(METRICS, "m") - start == Counters(41, None, None, None, 96, 120)
@@ -276,7 +281,7 @@ def test_both_engines_have_the_same_functions():
     names = (
         "environment", "refuse", "command", "optional_flags", "request", "read_event", "read_counters", "score",
         "template_tokens", "generate", "algorithm", "check_settings", "NAME", "DISTRIBUTIONS", "METHODS",
-        "SKIPS_UNDRAFTED",
+        "SKIPS_UNDRAFTED", "CACHE_SETTING",
     )  # fmt: skip
     for engine in map(engines.engine, engines.ENGINES):
         assert not [name for name in names if not hasattr(engine, name)]

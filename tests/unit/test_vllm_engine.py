@@ -154,6 +154,11 @@ def test_counters_of_this_model_alone():
     assert vllm.read_counters(METRICS, "m") == Counters(248, 744, 278, [142, 84, 52], 528, 170)
 
 
+def test_preemptions_are_counted():
+    line = 'vllm:num_preemptions_total{engine="0",model_name="m"} 3.0\n'
+    assert (vllm.read_counters(line, "m") - vllm.read_counters("", "m")).preempted == 3
+
+
 def test_counters_are_summed_over_replicas():
     both = METRICS + METRICS.replace('engine="0"', 'engine="1"')
     assert vllm.read_counters(both, "m") == Counters(496, 1488, 556, [284, 168, 104], 1056, 340)

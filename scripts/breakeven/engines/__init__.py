@@ -54,6 +54,7 @@ class Counters:
     completion_tokens: int = 0
     prompt_tokens: int = 0
     decode_s: float = 0.0  # seconds from first to last token, summed over finished requests; 0 where not counted
+    preempted: int = 0  # requests that lost their place in the cache and were read again; 0 where not counted
 
     def __sub__(self, other: "Counters") -> "Counters":
         per_position = None
@@ -68,6 +69,7 @@ class Counters:
             self.completion_tokens - other.completion_tokens,
             self.prompt_tokens - other.prompt_tokens,
             self.decode_s - other.decode_s,
+            self.preempted - other.preempted,
         )
 
 

@@ -22,6 +22,7 @@ ALGORITHMS = {"eagle3": "EAGLE3", "ngram": "NGRAM", "draft_model": "STANDALONE"}
 # Every verification step is counted, also one whose draft the n-gram table could not fill.
 SKIPS_UNDRAFTED = ()
 CONCURRENCY_FLAG = "max-running-requests"
+CACHE_SETTING = "max-total-tokens or mem-fraction-static in the flags"
 # Stand-ins for the operators that only a build from source has; see its README.
 CPU_OPERATORS = Path(__file__).parents[3] / "envs" / "sglang-cpu"
 # meta_info of one request: the names of 0.5.23, then of 0.5.9.
@@ -190,7 +191,6 @@ def compare_settings(running: dict[str, Any], asked: dict[str, Any]) -> dict[str
     return found
 
 
-def request(model: str, prompt: list[int], sampling: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 def parsed(value: Any) -> Any:
     """What a text of JSON says, as --json-model-override-args is kept; anything else as it is."""
     try:
@@ -199,6 +199,7 @@ def parsed(value: Any) -> Any:
         return value
 
 
+def request(model: str, prompt: list[int], sampling: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """(path, body) of a streaming request to SGLang's own interface, token ids in and out."""
     return "/generate", {"input_ids": prompt, "sampling_params": sampling_params(sampling), "stream": True}
 
@@ -245,6 +246,7 @@ def read_counters(text: str, served_name: str) -> Counters:
         accepted_per_position=None,
         completion_tokens=int(totals.get("generation_tokens_total", 0)),
         prompt_tokens=int(totals.get("prompt_tokens_total", 0)),
+        preempted=int(totals.get("num_retracted_requests_total", 0)),
     )
 
 

@@ -35,6 +35,8 @@ SKIPS_UNDRAFTED = ("ngram",)
 PER_REQUEST_METRICS = "--per-request-spec-decode-metrics"
 # The flag that caps the requests running at once; more would wait in a queue.
 CONCURRENCY_FLAG = "max-num-seqs"
+# What decides how many tokens the cache holds.
+CACHE_SETTING = "gpu-memory-utilization in the flags (on the CPU VLLM_CPU_KVCACHE_SPACE in the environment)"
 
 
 def environment(hardware: str) -> dict[str, str]:
@@ -73,9 +75,9 @@ def command(
     """
     words = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", served_name]
     words += ["--host", "127.0.0.1", "--port", str(port)]
+    words += ["--enable-prompt-tokens-details"]  # how many prompt tokens were cached is not said without it
     words += options(flags)
     if speculation.method != "none":
-    words += ["--enable-prompt-tokens-details"]  # how many prompt tokens were cached is not said without it
         words += ["--speculative-config", json.dumps(speculative_config(model, speculation, flags))]
         if PER_REQUEST_METRICS in supported:
             words += [PER_REQUEST_METRICS, "summary"]
@@ -235,6 +237,7 @@ def read_counters(text: str, served_name: str) -> Counters:
         completion_tokens=int(totals.get("generation_tokens_total", 0)),
         prompt_tokens=int(totals.get("prompt_tokens_total", 0)),
         decode_s=totals.get("request_decode_time_seconds_sum", 0.0),
+        preempted=int(totals.get("num_preemptions_total", 0)),
     )
 
 
