@@ -232,14 +232,27 @@ def measure_load(
     replies = [reply for _, reply, _, _ in answers]
     received = sum(len(reply.token_ids) for reply in replies)
     total = clients[0].settled_counters(before.completion_tokens + received) - before
+    check_preempted(total, len(clients), clients[0].engine)
     check_totals(replies, total, k)
     per_pass = total.accepted is not None and all(reply.histogram is None for reply in replies)
+    if k and per_pass:
+        total.steps = all_steps(f"{count} requests", count, received, total, k, every_step)
     alone = Counters(steps=None, drafted=None, accepted=None, accepted_per_position=None)
     rows = [
         _row(prompt, *answer) | acceptance(prompt["prompt_id"], reply, alone, 0 if per_pass else k, every_step)
         for prompt, reply, answer in zip(asked, replies, answers, strict=True)
     ]
     return rows, vars(total)
+
+
+def check_preempted(delta: Counters, places: int, engine: ModuleType) -> None:
+    """UserError where requests were put back because the cache was full: that time is not decoding, and such a request
+    yields a token without a verification step."""
+    if delta.preempted > 0:
+        raise UserError(
+            f"the server put requests back {delta.preempted} times: its cache holds too few tokens for {places} requests at once;"
+            f" raise {engine.CACHE_SETTING}, or lower the concurrency"
+        )
 
 
 def check_totals(replies: Sequence[Reply], total: Counters, k: int) -> None:
@@ -277,9 +290,7 @@ def check_tokens(prompt_id: str, reply: Reply, delta: Counters) -> None:
 def acceptance(prompt_id: str, reply: Reply, delta: Counters, k: int, every_step: bool = True) -> dict[str, Any]:
     """Speculation columns of one request, per-request metrics against counters.
 
-    completion tokens = 1 (prefill) + steps + accepted - overshoot: the last step may run past the end of the text by up
-    to k tokens. Anything else means that tokens and counters do not belong together. every_step False: the engine leaves
-    steps without a draft out of its counts; the tokens that remain are those steps, and are counted here.
+    every_step: see `all_steps`.
     """
     if k == 0:
         return {"steps": None, "drafted": None, "accepted": None, "accepted_per_position": None}
@@ -303,17 +314,31 @@ def acceptance(prompt_id: str, reply: Reply, delta: Counters, k: int, every_step
         if accepted is None:
             steps, accepted, per_position = own_steps, own_accepted, own_per_position.tolist()
             drafted = reply.drafted or 0
-    overshoot = 1 + steps + accepted - len(reply.token_ids)
+    counted = Counters(steps=steps, accepted=accepted)
+    steps = all_steps(f"prompt {prompt_id}", 1, len(reply.token_ids), counted, k, every_step)
+    per_position = per_position + [0] * (k - len(per_position))
+    return {"steps": steps, "drafted": drafted, "accepted": accepted, "accepted_per_position": per_position[:k]}
+
+
+def all_steps(who: str, requests: int, tokens: int, counted: Counters, k: int, every_step: bool) -> int:
+    """Verification steps of `requests` requests that together received `tokens`; UserError, which begins with `who`,
+    where these do not fit.
+
+    tokens = requests (prefill) + steps + accepted - overshoot: the last step of a request may run past the end of its text
+    by up to k tokens. Anything else means that tokens and counters do not belong together. every_step False: the engine
+    leaves steps without a draft out of its counts; the tokens that remain are those steps, and are counted here.
+    """
+    steps, accepted = counted.steps, counted.accepted
+    overshoot = requests + steps + accepted - tokens
     if not every_step:
         steps += max(0, -overshoot)
         overshoot = max(0, overshoot)
-    if not 0 <= overshoot <= k:
+    if not 0 <= overshoot <= k * requests:
         raise UserError(
-            f"prompt {prompt_id}: {len(reply.token_ids)} tokens do not fit 1 + {steps} steps + {accepted}"
-            f" accepted (overshoot {overshoot}, possible are 0 to {k})"
+            f"{who}: {tokens} tokens do not fit {requests} + {steps} steps + {accepted} accepted (overshoot {overshoot},"
+            f" possible are 0 to {k * requests})"
         )
-    per_position = per_position + [0] * (k - len(per_position))
-    return {"steps": steps, "drafted": drafted, "accepted": accepted, "accepted_per_position": per_position[:k]}
+    return steps
 
 
 def sanity(client: Client, rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

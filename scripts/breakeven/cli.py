@@ -39,11 +39,14 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def run(main: Callable[[], int | None]) -> None:
     """Run a script's main function and exit: 0 done, 1 a UserError or a full disk, 130 interrupted.
 
-    SIGTERM is turned into SystemExit, so that `finally` blocks stop servers and remove partial files. A job ends with the
-    Snakemake that started it (BREAKEVEN_PARENT, set in rules/common.smk), which cannot stop it once it has been killed.
+    SIGTERM, and SIGHUP of a terminal that is closed, are turned into SystemExit, so that `finally` blocks stop servers and
+    remove partial files. A job ends with the Snakemake that started it (BREAKEVEN_PARENT, set in rules/common.smk), which
+    cannot stop it once it has been killed.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
     parent = os.environ.get("BREAKEVEN_PARENT", "")
     if parent.isdigit():
         threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()

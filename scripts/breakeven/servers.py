@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,14 +25,33 @@ from breakeven.engines import Speculation
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S = 20.0
+KILL_S = 10.0
+LOWEST_PORT = 10_000
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def free_port() -> int:
-    """A TCP port on the loopback interface that nothing listens on at this moment."""
+    """A TCP port on the loopback interface that nothing listens on at this moment.
+
+    Below those that the kernel hands out, where it leaves any: SGLang binds its port only when the target is loaded, and
+    until then any other process may get one of the kernel's.
+    """
+    ports = range(LOWEST_PORT, first_ephemeral_port())
+    for port in [secrets.choice(ports) for _ in range(100 if ports else 0)]:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def first_ephemeral_port() -> int:
+    """The lowest port that the kernel gives to a socket which asks for none."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 32768
 
 
 def log_tail(path: Path, lines: int = 25, key: str | None = None) -> str:
@@ -121,23 +141,27 @@ def serve(
     same port is mistaken for this one. A server that dies or is not ready within `timeout_s` is a UserError with the
     tail of its log. On the way out, whatever happens, the server gets SIGTERM, a grace period, and then every process
     that descends from it is killed; children that outlive their parents are inherited by this process and found too.
-    `key`, which the server asks for, is taken out of its log.
+    A second signal ends the grace period. `key`, which the server asks for, is taken out of its log, which only this
+    user can read until then.
     """
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     before = set(psutil.Process().children(recursive=True))
     log.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    with open(log, "w") as output:
-        process = subprocess.Popen(
-            command,
-            env=os.environ | environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
+    if log.is_file():
+        log.unlink()  # with the rights that it had, others could read along
+    process = None
     try:
+        with open(log, "w", opener=lambda path, flags: os.open(path, flags, 0o600 if key else 0o666)) as output:
+            process = subprocess.Popen(
+                command,
+                env=os.environ | environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
         _wait(process, log, url, model, timeout_s, poll_s, key)
         seconds = time.monotonic() - started
         logger.info("server ready after %.1f s", seconds)
@@ -146,22 +170,54 @@ def serve(
             raise UserError(
                 f"the server exited with {process.returncode} while it was in use; its log ends:\n{log_tail(log, key=key)}"
             )
-    except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:  # the latter inside a stream
+    except (
+        requests.ConnectionError,
+        requests.Timeout,
+        requests.exceptions.ChunkedEncodingError,  # inside a stream
+    ) as error:
         _settle(process)
         raise UserError(
             f"the server stopped answering ({type(error).__name__}, exit code {process.poll()}); its log ends:\n{log_tail(log, key=key)}"
         ) from None
     finally:
-        _stop(process, lambda: set(psutil.Process().children(recursive=True)) - before)
-        if key:
-            _take_out(log, key)
+        try:
+            _end(process)
+        finally:
+            with _signals_later():
+                try:
+                    _kill(lambda: set(psutil.Process().children(recursive=True)) - before)
+                    if process is not None:
+                        process.poll()
+                finally:
+                    if key:
+                        _take_out(log, key)
 
 
 def _take_out(log: Path, key: str) -> None:
+    """Replace the key in the log, and give the log the rights of any new file."""
     with contextlib.suppress(OSError):
         content = log.read_bytes()
         if key.encode() in content:
             log.write_bytes(content.replace(key.encode(), b"***"))
+        if log.is_file():
+            os.umask(mask := os.umask(0o077))
+            log.chmod(0o666 & ~mask)
+
+
+@contextlib.contextmanager
+def _signals_later() -> Iterator[None]:
+    """Put off what stops a script until the end of a `with` block; only the main thread can, and only it is stopped."""
+    came: list[int] = []
+    in_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if in_main else ()
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def _die_with_parent() -> None:
@@ -203,15 +259,21 @@ def _settle(process: subprocess.Popen) -> None:
         process.wait(3)
 
 
-def _stop(process: subprocess.Popen, descendants: Callable[[], set[psutil.Process]]) -> None:
-    if process.poll() is None:
+def _end(process: subprocess.Popen | None) -> None:
+    """Ask the server to end, and give it the grace period."""
+    if process is not None and process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
-    for child in descendants():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    process.wait()
-    gone, alive = psutil.wait_procs(descendants(), timeout=10)
+
+
+def _kill(descendants: Callable[[], set[psutil.Process]]) -> None:
+    """Kill all descendants, also those that appear meanwhile, and wait until they are gone."""
+    deadline = time.monotonic() + KILL_S
+    while (alive := descendants()) and time.monotonic() < deadline:
+        for child in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(alive, timeout=1)
     if alive:
         logger.warning("processes that could not be killed: %s", [child.pid for child in alive])

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from breakeven import load, stats, stepcost
-from breakeven.benchmark import Client
+from breakeven.benchmark import Client, check_preempted
 from breakeven.cli import Progress, UserError
 
 ROUNDS = stats.MINIMUM_PROMPTS  # at each concurrency: what an interval over them needs
@@ -114,6 +114,7 @@ def _round(
         raise UserError(
             f"{tokens} tokens arrived, the server counted {delta.completion_tokens}; is something else using this server?"
         )
+    check_preempted(delta, len(clients), clients[0].engine)
     seconds = delta.decode_s or sum(last - first for _, first, last in replies)
     steps, accepted = (delta.steps, delta.accepted) if k else (tokens - len(replies), 0)
     if accepted is None:  # an engine that reports it of each request instead

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -145,6 +146,9 @@ def test_errors_are_one_line_and_the_exit_code_says_so():
     assert done.returncode == 1 and done.stderr == "error: x.json, key a: 3 is no text; write a text\n"
     assert run("pass").returncode == 0 and run("raise KeyboardInterrupt").returncode == 130
     assert run("import os, signal, time; os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)").returncode == 143
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as under nohup
+    hung_up = run("import os, signal, time; os.kill(os.getpid(), signal.SIGHUP); time.sleep(1)")
+    assert hung_up.returncode == (0 if ignored else 129)
 
 
 def test_a_full_disk_is_named():

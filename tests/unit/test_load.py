@@ -35,6 +35,7 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.lock, self.running, self.most = threading.Lock(), 0, 0
         self.prompts, self.requests, self.per_request, self.fails_at, self.extra_steps = [], 0, True, None, 0
+        self.preempted = 0
         # The first four wait for each other, and the first of them until four more have come.
         self.first_four, self.eight = threading.Barrier(4, timeout=60), threading.Event()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
@@ -51,6 +52,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             "spec_decode_num_drafts_total": n * steps + self.server.extra_steps * (n > 0),
             "spec_decode_num_draft_tokens_total": n * steps * K,
             "spec_decode_num_accepted_tokens_total": n * 8,
+            "num_preemptions_total": 5 + self.server.preempted * (n > 0),
         }
         lines = [f'vllm:{name}{{model_name="m"}} {value}' for name, value in counters.items()]
         lines += [
@@ -128,6 +130,29 @@ def test_where_nothing_is_reported_per_request_acceptance_is_that_of_the_pass(se
     rows, counters = measure(server)
     assert all(row[name] is None for row in rows for name in ("steps", "drafted", "accepted", "accepted_per_position"))
     assert (counters["steps"], counters["accepted"], counters["accepted_per_position"]) == (72, 96, [60, 36])
+
+
+def test_steps_of_a_pass_without_a_draft_are_counted_where_the_engine_leaves_them_out(server):
+    server.per_request, server.extra_steps = False, -30
+    rows, counters = measure(server, Speculation("ngram", K))
+    assert (counters["steps"], counters["accepted"], {row["steps"] for row in rows}) == (72, 96, {None})
+
+
+@pytest.mark.parametrize("method, extra, overshoot", [("eagle3", -1, -1), ("eagle3", 25, 25), ("ngram", 25, 25)])
+def test_tokens_of_a_pass_that_do_not_fit_its_steps_are_refused(server, method, extra, overshoot):
+    server.per_request, server.extra_steps = False, extra
+    said = rf"12 requests: 180 tokens do not fit 12 \+ {72 + extra} steps \+ 96 accepted \(overshoot {overshoot},"
+    with pytest.raises(UserError, match=said + " possible are 0 to 24"):
+        measure(server, Speculation(method, K))
+
+
+@pytest.mark.parametrize("speculation", [EAGLE, Speculation()])
+def test_a_cache_too_small_for_the_load_is_an_error_of_every_arm(server, speculation):
+    server.preempted = 2
+    with pytest.raises(
+        UserError, match="put requests back 2 times: .*for 4 requests at once; raise gpu-memory-utilization"
+    ):
+        measure(server, speculation)
 
 
 def test_an_arm_without_speculation_has_no_acceptance(server):

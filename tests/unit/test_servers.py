@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -27,7 +29,8 @@ SERVER = """
         print("args: Namespace(api_key='a secret')", flush=True)
         sys.exit(3)
     if behaviour == "stubborn":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("args: Namespace(api_key='a secret')", flush=True)
+        signal.signal(signal.SIGTERM, lambda *_: print("asked to stop", flush=True))
     if behaviour == "never":
         time.sleep(600)
     if behaviour == "late":
@@ -123,6 +126,12 @@ def test_a_server_that_dies_inside_a_stream(start):
                 assert list(response.iter_content(None))
 
 
+def test_a_server_that_falls_silent_is_named_with_its_log(start):
+    with pytest.raises(UserError, match=r"stopped answering \(ReadTimeout, exit code None\)"):
+        with servers.serve(**start("normal")):
+            raise requests.ReadTimeout
+
+
 def test_an_error_of_the_caller_stops_the_server(start):
     with pytest.raises(ZeroDivisionError):
         with servers.serve(**start("normal")):
@@ -131,7 +140,10 @@ def test_an_error_of_the_caller_stops_the_server(start):
 
 def test_a_server_that_asks_for_a_key_gets_it(start):
     settings = start("asks")
+    settings["log"].parent.mkdir()
+    settings["log"].write_text("of an earlier run, for everyone to read")
     with servers.serve(**settings, key="a secret"):
+        assert settings["log"].stat().st_mode & 0o777 == 0o600
         assert requests.get(settings["url"] + "/v1/models").status_code == 401
         assert servers.session("a secret").get(settings["url"] + "/v1/models").status_code == 200
     with pytest.raises(UserError, match="it serves \\['HTTP 401'\\], not mine"):
@@ -145,6 +157,8 @@ def test_a_key_stands_in_no_log_and_no_message(start):
         with servers.serve(**settings, key="a secret"):
             pass
     assert "a secret" not in str(error.value) and settings["log"].read_text() == "args: Namespace(api_key='***')\n"
+    os.umask(mask := os.umask(0))
+    assert settings["log"].stat().st_mode & 0o777 == 0o666 & ~mask
 
 
 def test_a_proxy_of_the_environment_is_passed_by(start, monkeypatch):
@@ -160,20 +174,57 @@ def test_another_server_on_the_port_is_not_mistaken(start):
             pass
 
 
-def test_a_killed_job_takes_its_server_along(start, tmp_path):
-    """SIGKILL leaves no chance to clean up: the server gets SIGTERM from the kernel."""
-    settings = start("normal")
+def test_ports_are_not_of_those_that_the_kernel_hands_out(monkeypatch):
+    assert servers.LOWEST_PORT <= servers.free_port() < servers.first_ephemeral_port()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(servers, "LOWEST_PORT", port)
+        monkeypatch.setattr(servers, "first_ephemeral_port", lambda: port + 1)
+        assert servers.free_port() != port
+    monkeypatch.setattr(servers, "first_ephemeral_port", lambda: 1024)
+    assert servers.free_port() >= 1024
+
+
+def test_a_process_that_appears_while_others_are_killed_is_killed_too():
+    sleepers = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    found = iter([{psutil.Process(sleepers[0].pid)}, {psutil.Process(sleepers[1].pid)}, set()])
+    servers._kill(lambda: next(found))
+    assert not any(alive(sleeper.pid) for sleeper in sleepers)
+
+
+def job_with(settings) -> subprocess.Popen:
+    """A job that serves until it is stopped, and says when its server is ready."""
     program = (
-        "import sys, json, pathlib; from breakeven import servers\n"
-        "s = json.loads(sys.argv[1]); s['log'] = pathlib.Path(s['log'])\n"
-        "with servers.serve(**s):\n    print('ready', flush=True); import time; time.sleep(600)"
+        "import sys, json, pathlib, time; from breakeven import cli, servers\n"
+        "s = json.loads(sys.argv[1]); s['log'] = pathlib.Path(s['log']); servers.GRACE_S = 600\n"
+        "def main():\n"
+        "    with servers.serve(**s, key='a secret'):\n        print('ready', flush=True); time.sleep(600)\n"
+        "cli.run(main)"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     job = subprocess.Popen(
         [sys.executable, "-c", program, json.dumps(settings, default=str)],
-        stdout=subprocess.PIPE, text=True, env=environment,
+        stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert job.stdout.readline() == "ready\n"
+    return job
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_leaves_no_server_and_no_key(start, second):
+    settings = start("stubborn")
+    job = job_with(settings)
+    job.terminate()
+    while "asked to stop" not in settings["log"].read_text():
+        time.sleep(0.05)
+    job.send_signal(second)
+    assert job.wait(60) == {signal.SIGTERM: 143, signal.SIGINT: 130}[second]
+    assert settings["log"].read_text() == "args: Namespace(api_key='***')\nasked to stop\n"
+
+
+def test_a_killed_job_takes_its_server_along(start, tmp_path):
+    """SIGKILL leaves no chance to clean up: the server gets SIGTERM from the kernel."""
+    job = job_with(start("normal"))
     server, child = (int(pid) for pid in (tmp_path / "pids").read_text().split())
     job.kill()
     job.wait()

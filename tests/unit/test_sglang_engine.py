@@ -137,6 +137,14 @@ def test_what_runs_is_compared_with_what_was_asked():
         sglang.compare_settings({"attention_backend": "torch_native"}, {"attention-backend": "intel_amx"})
 
 
+@pytest.mark.parametrize("asked", [{"a": 1, "b": [2.0, None]}, '{"b": [2, null], "a": 1}'])
+def test_a_setting_of_json_is_compared_by_what_it_says(asked):
+    running = {"json_model_override_args": '{"a": 1, "b": [2.0, null]}'}
+    sglang.compare_settings(running, {"json-model-override-args": asked})
+    with pytest.raises(UserError, match="asked for --json-model-override-args {'a': 2} and runs"):
+        sglang.compare_settings(running, {"json-model-override-args": {"a": 2}})
+
+
 class Session:
     """A server whose /server_info is `running`."""
 
@@ -235,6 +243,11 @@ def test_counters_of_this_model_alone():
     assert sglang.read_counters(without_steps, "m").steps is None
 
 
+def test_retractions_are_counted():
+    line = 'sglang:num_retracted_requests_total{model_name="m",tp_rank="0"} 3.0\n'
+    assert sglang.read_counters(line, "m").preempted == 3
+
+
 def test_differences_of_counters():
     start = Counters(0, None, None, None, 8, 0)
     assert sglang.read_counters(METRICS, "m") - start == Counters(41, None, None, None, 96, 120)
@@ -268,7 +281,7 @@ def test_both_engines_have_the_same_functions():
     names = (
         "environment", "refuse", "command", "optional_flags", "request", "read_event", "read_counters", "score",
         "template_tokens", "generate", "algorithm", "check_settings", "NAME", "DISTRIBUTIONS", "METHODS",
-        "SKIPS_UNDRAFTED",
+        "SKIPS_UNDRAFTED", "CACHE_SETTING",
     )  # fmt: skip
     for engine in map(engines.engine, engines.ENGINES):
         assert not [name for name in names if not hasattr(engine, name)]

@@ -6,7 +6,7 @@ import pytest
 
 from breakeven import artefacts, stepcost, steptimes, tables
 from breakeven.cli import UserError
-from breakeven.engines import Reply, sglang, vllm
+from breakeven.engines import Counters, Reply, sglang, vllm
 from breakeven.steptimes import Round, Settings
 
 PLAIN = [0.030, 0.031, 0.029, 0.030, 0.032]
@@ -154,3 +154,20 @@ def test_decode_seconds_are_the_servers_own():
     )
     counters = vllm.read_counters(text, "m")
     assert counters.decode_s == 1.75 and (counters - vllm.read_counters("", "m")).decode_s == 1.75
+
+
+def test_a_cache_too_small_for_the_requests_is_an_error():
+    class Client:
+        engine = vllm
+
+        def counters(self):
+            return Counters()
+
+        def settled_counters(self, tokens):
+            return Counters(completion_tokens=tokens, preempted=1)
+
+        def stream(self, prompt, sampling):
+            return Reply(token_ids=[1, 2]), 0.1, 0.2
+
+    with pytest.raises(UserError, match="holds too few tokens for 2 requests at once"):
+        steptimes.measure(Client, 1000, Settings(concurrency=[2]), 0)

@@ -119,6 +119,14 @@ def test_flags_in_every_form():
     assert command[-5:] == ["--enforce-eager", "--max-model-len", "2048", "--dtype", "bfloat16"]
 
 
+def test_the_server_is_told_to_say_how_many_tokens_were_cached():
+    assert "--enable-prompt-tokens-details" in words()
+    without = {"choices": [], "usage": {"completion_tokens": 4}}  # 0.20.2, where none were
+    assert stream([without]).cached_tokens == 0
+    details = {"prompt_tokens_details": {"cached_tokens": 16}}
+    assert stream([without | {"usage": without["usage"] | details}]).cached_tokens == 16
+
+
 def test_per_request_metrics_only_where_the_server_knows_them():
     speculation = Speculation("eagle3", 1, "d")
     assert vllm.PER_REQUEST_METRICS in words(speculation, supported={vllm.PER_REQUEST_METRICS})
@@ -128,7 +136,9 @@ def test_per_request_metrics_only_where_the_server_knows_them():
 @pytest.mark.parametrize(
     "speculation, temperature, hardware, said",
     [
-        (Speculation("eagle3", 3, "d"), 0.6, "cpu", "temperature 0.6 with EAGLE-3 on the CPU"),
+        (Speculation("eagle3", 3, "d"), 0.6, "cpu", "temperature 0.6 with speculation on the CPU"),
+        (Speculation("ngram", 3), 0.6, "cpu", "temperature 0.6 with speculation on the CPU"),
+        (Speculation("draft_model", 3), 0.6, "cpu", "temperature 0.6 with speculation on the CPU"),
         (Speculation("eagle3", 3, "d"), 0, "cpu", None),
         (Speculation("eagle3", 3, "d"), 0.6, "cuda", None),
         (Speculation(), 0.6, "cpu", None),
@@ -144,6 +154,11 @@ def test_counters_of_this_model_alone():
     assert vllm.read_counters(METRICS, "m") == Counters(248, 744, 278, [142, 84, 52], 528, 170)
 
 
+def test_preemptions_are_counted():
+    line = 'vllm:num_preemptions_total{engine="0",model_name="m"} 3.0\n'
+    assert (vllm.read_counters(line, "m") - vllm.read_counters("", "m")).preempted == 3
+
+
 def test_counters_are_summed_over_replicas():
     both = METRICS + METRICS.replace('engine="0"', 'engine="1"')
     assert vllm.read_counters(both, "m") == Counters(496, 1488, 556, [284, 168, 104], 1056, 340)
@@ -154,6 +169,14 @@ def test_differences_of_counters():
     assert zero == Counters() and vllm.read_counters(METRICS, "m") - zero == Counters(
         248, 744, 278, [142, 84, 52], 528, 170
     )
+
+
+def test_a_request_leaves_no_sampling_to_the_targets_generation_config():
+    _, body = vllm.request("m", [1, 2], {"max_tokens": 9, "temperature": 0.6, "top_p": 0.9})
+    assert body["top_p"] == 0.9 and body["temperature"] == 0.6
+    neutral = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    assert {name: body[name] for name in neutral} == neutral
+    assert vllm.request("m", [1, 2], {})[1]["top_p"] == 1.0
 
 
 def stream(events):

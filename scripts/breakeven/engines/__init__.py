@@ -54,6 +54,7 @@ class Counters:
     completion_tokens: int = 0
     prompt_tokens: int = 0
     decode_s: float = 0.0  # seconds from first to last token, summed over finished requests; 0 where not counted
+    preempted: int = 0  # requests that lost their place in the cache and were read again; 0 where not counted
 
     def __sub__(self, other: "Counters") -> "Counters":
         per_position = None
@@ -68,6 +69,7 @@ class Counters:
             self.completion_tokens - other.completion_tokens,
             self.prompt_tokens - other.prompt_tokens,
             self.decode_s - other.decode_s,
+            self.preempted - other.preempted,
         )
 
 
@@ -115,6 +117,15 @@ def engine(name: str) -> ModuleType:
 
 # The spellings of both engines, as options and as arguments.
 TENSOR_PARALLEL = ("tensor-parallel-size", "tensor_parallel_size", "tp-size", "tp_size", "tp")
+# What a request leaves out vLLM's server takes from the model's generation_config.json; offline generation does not.
+NEUTRAL_SAMPLING = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 
 
 def tensor_parallel(settings: dict[str, Any]) -> int:

