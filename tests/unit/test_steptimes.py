@@ -85,6 +85,8 @@ def test_what_cannot_be_measured_is_refused_before_a_server_starts(settings, fla
 class SGLang:
     """A client of a server that speculates with K = 3; each request: three steps of 2, 4 and 1 tokens after the prefill's."""
 
+    engine = sglang
+
     def __init__(self, counts_steps, histogram):
         self.counts_steps, self.histogram, self.requests = counts_steps, histogram, 0
 
