@@ -116,6 +116,16 @@ def engine(name: str) -> ModuleType:
 # The spellings of both engines, as options and as arguments.
 TENSOR_PARALLEL = ("tensor-parallel-size", "tensor_parallel_size", "tp-size", "tp_size", "tp")
 
+# What a request leaves out vLLM's server takes from the model's generation_config.json; offline generation does not.
+NEUTRAL_SAMPLING = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
 
 def tensor_parallel(settings: dict[str, Any]) -> int:
     """How many GPUs an engine with these flags or arguments spreads the target over."""
