@@ -115,7 +115,6 @@ def engine(name: str) -> ModuleType:
 
 # The spellings of both engines, as options and as arguments.
 TENSOR_PARALLEL = ("tensor-parallel-size", "tensor_parallel_size", "tp-size", "tp_size", "tp")
-
 # What a request leaves out vLLM's server takes from the model's generation_config.json; offline generation does not.
 NEUTRAL_SAMPLING = {
     "top_p": 1.0,
