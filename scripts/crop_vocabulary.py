@@ -34,10 +34,15 @@ def main() -> None:
     whole, ids = checkpoint.load(args.checkpoint, args.target, "cpu")
     sequences = hidden_states.open_sequences(args)
     counts = np.bincount(sequences.tokens(sequences.training()).numpy(), minlength=config["vocab_size"])
-    kept = ids.numpy()[vocabulary.keep(counts, ids.numpy(), args.size, target.special_token_ids(args.target))]
+    if not counts.any():
+        raise cli.UserError("--hidden-states, --responses: no training response to count tokens in")
+    rows = vocabulary.keep(counts, ids.numpy(), args.size, target.special_token_ids(args.target))
+    kept = np.sort(ids.numpy()[rows])
     shape = replace(whole.config, draft_vocab_size=args.size)
     cropped = Drafter(shape, whole.embed_tokens)
-    initialise_from_drafter(cropped, torch.from_numpy(kept), whole, ids)
+    taken = initialise_from_drafter(cropped, torch.from_numpy(kept), whole, ids)
+    if taken != args.size:
+        raise cli.UserError(f"{args.checkpoint}: only {taken} of {args.size} rows of the head were found by its d2t")
     share = vocabulary.coverage(counts, kept)
 
     inputs = {"drafter": args.checkpoint / "config.json", "target": args.target / "manifest.json"}

@@ -56,10 +56,8 @@ def main() -> None:
         by_output_position=[row for k in ks for row in places.table((walk.walk(m, k) for m in found), k, trained)],
         files=artefacts.hashes(args.out, *([args.by_sequence] if args.by_sequence else [])),
     )
-    for k in range(1, args.max_k + 1):
-        marginal = [f"{row['marginal']:.3f}" for row in rows if row["k"] == k]
-        length = next(row["acceptance_length"] for row in rows if row["k"] == k)
-        cli.logger.info("K=%d: acceptance length %.2f, per position %s", k, length, " ".join(marginal))
+    for k in ks:
+        cli.logger.info("K=%d: %s", k, walk.said([row for row in rows if row["k"] == k]))
 
 
 if __name__ == "__main__":

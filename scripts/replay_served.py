@@ -9,7 +9,6 @@ that the integration is at fault; both low, that the drafter is. With --what-if 
 hypothesis of breakeven/whatif.py; the one that fits the served acceptance names the fault.
 """
 
-import math
 from pathlib import Path
 
 import pyarrow as pa
@@ -74,8 +73,7 @@ def main() -> None:
         by_output_position=by_output_position,
         files=artefacts.hashes(args.out),
     )
-    marginal = " ".join(f"{row['marginal']:.3f}" for row in rows)
-    cli.logger.info("offline on served outputs: acceptance length %.2f, %s", rows[0]["acceptance_length"], marginal)
+    cli.logger.info("offline on served outputs: %s", walk.said(rows))
     if not args.what_if:
         return
     rows = whatif.table(walks, args.k)
@@ -91,8 +89,8 @@ def main() -> None:
         by_output=by_output,
         files=artefacts.hashes(args.what_if),
     )
-    for row in rows[:: args.k]:
-        cli.logger.info("what if %s: acceptance length %.2f", row["hypothesis"], row["acceptance_length"] or math.nan)
+    for i in range(0, len(rows), args.k):
+        cli.logger.info("what if %s: %s", rows[i]["hypothesis"], walk.said(rows[i : i + args.k]))
 
 
 def first_of_each_prompt(served):

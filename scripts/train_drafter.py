@@ -34,6 +34,7 @@ from breakeven.drafter import (
 from breakeven.provenance import check_chain
 from breakeven.vocabulary import target_ids
 
+STARTS = ("target", "scratch")  # besides the folder of a checkpoint
 VOLATILE = ("speed.json",)  # what the manifest does not vouch for: speed differs from run to run
 
 
@@ -98,7 +99,7 @@ def train(args: argparse.Namespace, own: ranks.Ranks) -> None:
         raise cli.UserError(
             f"{args.target}: the head has {len(tensors['lm_head.weight'])} rows, vocab_size is {config['vocab_size']}"
         )
-    if args.initialise_from in ("target", "scratch"):
+    if args.initialise_from in STARTS:
         shape = DrafterConfig.from_target(config, len(ids), sequences.layers)
         drafter = Drafter(shape, tensors["embed_tokens.weight"])
         if args.initialise_from == "target":
@@ -126,10 +127,15 @@ def train(args: argparse.Namespace, own: ranks.Ranks) -> None:
     )
 
     inputs = {args.vocabulary.name: artefacts.manifest_path(args.vocabulary)} | hidden_states.input_manifests(args)
+    if args.initialise_from not in STARTS:
+        folder = Path(args.initialise_from)
+        started_from = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+        inputs |= {f"initialise_from/{path.name}": path for path in started_from}
     drafter = drafter.to(args.device)
     run = training.Run(drafter, head, sequences, settings, args.device, args.samples, args.peak_flops, own)
-    hashes = {name: artefacts.sha256(p) for name, p in inputs.items()} | {"samples": args.samples}
-    key = training.fingerprint(settings, drafter, hashes)
+    hashes = {name: artefacts.sha256(p) for name, p in inputs.items()}
+    options = {"samples": args.samples, "initialise_from": args.initialise_from}
+    key = training.fingerprint(settings, drafter, hashes | options)
     partial = args.out.with_name(args.out.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     run.resume(partial / "state.pt", key)

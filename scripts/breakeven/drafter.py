@@ -411,7 +411,7 @@ def initialise_from_target(drafter: Drafter, target: dict[str, Tensor], target_i
 def initialise_from_drafter(drafter: Drafter, ids: Tensor, other: Drafter, other_ids: Tensor) -> int:
     """Take over another drafter's weights; the draft vocabularies may differ, everything else must be the same.
 
-    ids [D], other_ids [D'] int64, ascending: target ids of the two vocabularies. Head rows go by target id; rows that
+    ids [D], other_ids [D'] int64, in any order: target ids of the two vocabularies. Head rows go by target id; rows that
     the other does not have are left as they are. Returns how many were taken. Raises ValueError for another shape.
     """
     mine, theirs = drafter.config.to_dict(), other.config.to_dict()
@@ -421,7 +421,8 @@ def initialise_from_drafter(drafter: Drafter, ids: Tensor, other: Drafter, other
             same = math.isclose(mine[key], theirs[key], rel_tol=1e-6)  # a config may hold a float32's digits
         if key != "draft_vocab_size" and not same:
             raise ValueError(f"{key} is {theirs[key]}, that of the drafter to train is {mine[key]}")
-    place = torch.searchsorted(other_ids, ids).clamp(max=len(other_ids) - 1)
+    order = other_ids.argsort()  # some publish d2t in order of frequency
+    place = order[torch.searchsorted(other_ids[order], ids).clamp(max=len(other_ids) - 1)]
     known = other_ids[place] == ids
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():

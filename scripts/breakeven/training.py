@@ -615,6 +615,6 @@ def rounded(count: int, unit: int = BLOCK) -> int:
     return -(-count // unit) * unit
 
 
-def fingerprint(settings: Settings, drafter: Drafter, inputs: dict[str, str]) -> str:
-    """Identifies a run for resuming: settings, network shape, and content hashes of what it reads."""
+def fingerprint(settings: Settings, drafter: Drafter, inputs: dict[str, Any]) -> str:
+    """Identifies a run for resuming: settings, network shape, and content hashes of what it reads, with its options."""
     return artefacts.fingerprint([asdict(settings), drafter.config.to_dict(), inputs])

@@ -8,6 +8,7 @@ target's own probability of d, which is the probability that rejection sampling 
 is right there too.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,6 +126,13 @@ def table(found: list[Matches], ks: list[int], prompts: str) -> list[dict]:
             )
             before = count
     return rows
+
+
+def said(rows: list[dict]) -> str:
+    """What the rows of one K say, for the log; nan where no step could be judged."""
+    rates = [rows[0]["acceptance_length"], *(row["marginal"] for row in rows)]
+    length, *marginal = (math.nan if rate is None else rate for rate in rates)
+    return f"acceptance length {length:.2f}, per position {' '.join(f'{rate:.3f}' for rate in marginal)}"
 
 
 def by_sequence(found: list[Matches], about: list[tuple[int, int]], ks: list[int]) -> list[dict]:

@@ -109,3 +109,24 @@ def test_weights_that_are_cut_off_are_named(target_folder, tmp_path):
     (tmp_path / "model.safetensors").write_bytes((target_folder / "model.safetensors").read_bytes()[:-9])
     with pytest.raises(UserError, match="model.safetensors: not a readable safetensors file"):
         target.load_tensors(tmp_path, ["model.norm.weight"])
+
+
+def test_a_vocabulary_in_any_order_is_cropped_with_its_heads_rows(target_folder, states, tmp_path, monkeypatch):
+    """Some publish d2t in order of frequency."""
+    ids = torch.from_numpy(IDS)[torch.randperm(len(IDS), generator=torch.Generator().manual_seed(0))]
+    whole, folder, out = tinymodels.make_drafter(target_folder, ids), tmp_path / "whole", tmp_path / "cropped"
+    folder.mkdir()
+    _, t2d = vocabulary.maps(IDS, tinymodels.VOCABULARY)
+    checkpoint.save(folder, whole, ids.numpy() - np.arange(len(ids)), t2d, target.text_config(target_folder))
+    monkeypatch.setattr(target, "special_token_ids", lambda _: [])  # this target has no tokenizer
+    given = ["--target", target_folder, "--checkpoint", folder, "--hidden-states", states]
+    tinymodels.run_script("crop_vocabulary", *given, "--size", 20, "--out", out)
+    cropped, kept = checkpoint.load(out, target_folder, "cpu")
+    assert len(kept) == 20 and (kept.diff() > 0).all()
+    rows = [ids.tolist().index(token) for token in kept.tolist()]
+    torch.testing.assert_close(cropped.lm_head.weight, whole.lm_head.weight[rows], atol=0.02, rtol=0.01)
+    empty = tinymodels.write_shard(target_folder, tmp_path / "shard-000000.safetensors", count=1)  # which is held out
+    given[-1] = empty
+    with pytest.raises(UserError, match="no training response"):
+        tinymodels.run_script("crop_vocabulary", *given, "--size", 20, "--out", tmp_path / "other")
+    assert not (tmp_path / "other").exists()

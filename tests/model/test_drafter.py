@@ -111,6 +111,11 @@ def test_another_drafters_weights_are_taken_over_head_rows_by_target_id(target_f
         assert torch.equal(mine.lm_head.weight[row], expected)
     for name, parameter in mine.named_parameters():
         assert name == "lm_head.weight" or torch.equal(parameter, other.get_parameter(name))
+    # The order in which the other's rows stand does not matter.
+    shuffled, mine.lm_head.weight.data = torch.randperm(len(other_ids)), before.clone()
+    expected, other.lm_head.weight.data = other.lm_head.weight.clone(), other.lm_head.weight[shuffled].clone()
+    assert initialise_from_drafter(mine, ids, other, other_ids[shuffled]) == 10
+    assert all(torch.equal(mine.lm_head.weight[row], expected[ids[row] // 2]) for row in shared)
     other.config.rope_theta = 7.0
     with pytest.raises(ValueError, match="rope_theta is 7.0"):
         initialise_from_drafter(mine, ids, other, other_ids)

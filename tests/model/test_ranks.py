@@ -5,7 +5,7 @@ Curves, weights, resuming, a killed rank, what a rank holds.
 
 import json
 import os
-import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tinymodels
-from breakeven import artefacts, ranks, training, vocabulary
+from breakeven import artefacts, checkpoint, ranks, training, vocabulary
 from breakeven.hidden_states import Sequences
 
 SCRIPT = str(Path(__file__).parents[2] / "scripts" / "train_drafter.py")
@@ -46,12 +46,10 @@ def options(data, out, batches_per_step, *more, **changes):
 
 def alone(data, out, batches_per_step, *more, **changes):
     """Train on one rank, in this process."""
-    threads, before = torch.get_num_threads(), sys.argv
-    sys.argv = [SCRIPT, *options(data, out, batches_per_step, *more, **changes)]
+    threads = torch.get_num_threads()
     try:
-        runpy.run_path(SCRIPT)["main"]()
+        tinymodels.run_script("train_drafter", *options(data, out, batches_per_step, *more, **changes))
     finally:
-        sys.argv = before
         torch.set_num_threads(threads)
     return out
 
@@ -134,6 +132,30 @@ def test_a_run_goes_on_with_other_ranks_and_a_killed_rank_ends_all(way, data, tm
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     if not way:  # the table of the run holds the norms
         assert (out / "manifest.json").read_bytes() == (reference / "manifest.json").read_bytes()
+
+
+@pytest.mark.parametrize("change", ["nothing", "scratch", "weights"])
+def test_a_run_from_another_start_does_not_go_on_from_a_state(change, data, one, tmp_path, monkeypatch):
+    start, out, resumed = shutil.copytree(one, tmp_path / "start"), tmp_path / "checkpoint", []
+    (start / "manifest.json").unlink()  # as a published drafter has none
+
+    def stop(*_, **__):
+        raise InterruptedError
+
+    def resume(run, path, key, do=training.Run.resume):
+        resumed.append(do(run, path, key))
+
+    monkeypatch.setattr(training.Run, "resume", resume)
+    with monkeypatch.context() as patched, pytest.raises(InterruptedError):
+        patched.setattr(checkpoint, "save", stop)
+        alone(data, out, 4, "--save-every", 0, "--initialise-from", start, epochs=1)
+    if change == "weights":
+        weights = load_file(start / "model.safetensors")
+        save_file(weights | {"norm.weight": weights["norm.weight"] + 1}, start / "model.safetensors")
+    alone(data, out, 4, "--initialise-from", "scratch" if change == "scratch" else start, epochs=1)
+    assert resumed == [False, change == "nothing"]
+    inputs = artefacts.read_manifest(out / "manifest.json", "drafter")["inputs"]
+    assert ("initialise_from/model.safetensors" in inputs) == (change != "scratch")
 
 
 def test_more_ranks_than_batches_in_a_step_are_refused(data, tmp_path):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import tinymodels
-from breakeven import walk
+from breakeven import artefacts, checkpoint, tables, target, vocabulary, walk
 from breakeven.drafter import Rows
 from breakeven.hidden_states import Sequences
 
@@ -78,6 +78,19 @@ def test_counts_and_table():
 def test_no_steps_give_no_rates():
     rows = walk.table([], [2], "held-out")
     assert [row["marginal"] for row in rows] == [None, None] and rows[0]["acceptance_length"] is None
+    assert walk.said(rows) == "acceptance length nan, per position nan nan"
+
+
+def test_responses_too_short_for_a_step_are_evaluated(drafter, target_folder, tmp_path):
+    shard = tinymodels.write_shard(target_folder, tmp_path / "shard-000000.safetensors", count=2, response=3)
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    checkpoint.save(folder, drafter, *vocabulary.maps(IDS.numpy(), 120), target.text_config(target_folder))
+    out = tmp_path / "offline.parquet"
+    given = ["--target", target_folder, "--checkpoint", folder, "--hidden-states", shard, "--max-k", 3]
+    tinymodels.run_script("evaluate_drafter", *given, "--out", out)
+    rows = artefacts.read_table(out, tables.OFFLINE).to_pylist()
+    assert [row["steps"] for row in rows if row["k"] > 1] == [1, 1, 0, 0, 0]
 
 
 def test_counts_by_sequence_add_up_to_the_table(drafter, states):

@@ -1,9 +1,6 @@
 """Fault hypotheses against an independent reference: one chain at a time, written after vLLM's llama_eagle3.py."""
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -205,7 +202,8 @@ def test_a_published_drafter_with_a_norm_flag_is_walked_with_it(flag, drafter, t
         assert without[row - 4].tolist() == reference(loaded, tokens.tolist(), features, row)
 
 
-def test_replay_served_writes_both_tables(target_folder, drafter, tmp_path):
+@pytest.mark.parametrize("length", [30, K])  # K tokens: no step can be judged
+def test_replay_served_writes_both_tables(length, target_folder, drafter, tmp_path):
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     d2t, t2d = vocabulary.maps(IDS.numpy(), tinymodels.VOCABULARY)
@@ -213,17 +211,18 @@ def test_replay_served_writes_both_tables(target_folder, drafter, tmp_path):
     prompts, responses = tinymodels.sequences(target_folder, count=3)
     rows = [
         dict.fromkeys(tables.BENCHMARK.names)
-        | {"prompt_id": str(i), "prompt_token_ids": p, "output_token_ids": r, "accepted_per_position": [3, 2, 1]}
+        | {
+            "prompt_id": str(i),
+            "prompt_token_ids": p,
+            "output_token_ids": r[:length],
+            "accepted_per_position": [3, 2, 1],
+        }
         for i, (p, r) in enumerate(zip(prompts, responses, strict=True))
     ]
     artefacts.write_table(tmp_path / "pass-1.parquet", rows, tables.BENCHMARK)
-    script = Path(whatif.__file__).parents[1] / "replay_served.py"
-    subprocess.run(
-        [sys.executable, script, "--target", target_folder, "--checkpoint", folder, "--k", str(K)]
-        + ["--served", tmp_path / "pass-1.parquet", "--out", tmp_path / "offline.parquet"]
-        + ["--what-if", tmp_path / "what_if.parquet"],
-        check=True,
-    )
+    given = ["--target", target_folder, "--checkpoint", folder, "--k", K, "--served", tmp_path / "pass-1.parquet"]
+    written = ["--out", tmp_path / "offline.parquet", "--what-if", tmp_path / "what_if.parquet"]
+    tinymodels.run_script("replay_served", *given, *written)
     offline = artefacts.read_table(tmp_path / "offline.parquet", tables.OFFLINE)
     what_if = artefacts.read_table(tmp_path / "what_if.parquet", tables.WHAT_IF)
     assert what_if.num_rows == K * len(NAMES)

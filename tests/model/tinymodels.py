@@ -1,6 +1,8 @@
 """Tiny random models for tests: targets of six layers (Llama, DeepSeek-V3), shards of their greedy responses, drafters."""
 
 import random
+import runpy
+import sys
 from pathlib import Path
 
 import torch
@@ -159,6 +161,16 @@ def check_steps(drafter: Drafter, reference_chain, first_row: int) -> None:
         expected = reference_chain(drafter, tokens, features[0], row, steps)
         for step in range(steps):
             torch.testing.assert_close(outputs[step][row - first_row], expected[step], atol=1e-4, rtol=1e-4)
+
+
+def run_script(name: str, *arguments) -> None:
+    """Run a script in this process."""
+    script, before = Path(artefacts.__file__).parents[1] / f"{name}.py", sys.argv
+    sys.argv = list(map(str, [script, *arguments]))
+    try:
+        runpy.run_path(sys.argv[0])["main"]()
+    finally:
+        sys.argv = before
 
 
 def resumed(make_run, stop: int, path: Path):

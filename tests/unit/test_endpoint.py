@@ -9,7 +9,8 @@ import pytest
 from breakeven.cli import UserError
 from breakeven.engines import endpoint
 
-ASKED = {"max_tokens": 4, "temperature": 0}
+ASKED = {"max_tokens": 4, "temperature": 0, "top_p": 0.9}
+PAGE = b"<html>no /v1</html>"
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -28,7 +29,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def answer_page(self, length=0):
+        """A web page; with a length, one that is cut off."""
+        self.send_response(200)
+        self.send_header("Content-Length", str(length or len(PAGE)))
+        self.end_headers()
+        self.wfile.write(PAGE)
+
     def do_GET(self):
+        if self.behaviour.get("page") == "GET":
+            return self.answer_page()
         self.answer(200, {"data": [{"id": name} for name in self.behaviour.get("models", ["m"])]})
 
     def do_POST(self):
@@ -37,10 +47,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.behaviour.get("busy"):
             self.behaviour["busy"] -= 1
             return self.answer(503, {"error": "loading"})
+        if self.behaviour.get("cut"):
+            self.behaviour["cut"] -= 1
+            return self.answer_page(len(PAGE) + 1)
+        if self.behaviour.get("page"):
+            return self.answer_page()
         if "status" in self.behaviour:
             return self.answer(self.behaviour["status"], {"error": "no"})
         choice = {"text": "x", "token_ids": [t + 1 for t in body["prompt"]], "finish_reason": "stop"}
         choice["prompt_token_ids"] = body["prompt"]
+        if self.behaviour.get("aborted"):
+            self.behaviour["aborted"] -= 1
+            choice |= {"token_ids": [1], "finish_reason": "abort"}
         self.answer(200, {"choices": [choice | self.behaviour.get("choice", {})]})
 
 
@@ -64,11 +82,20 @@ def test_token_ids_in_and_out(server):
     prompts = [[i, i + 10] for i in range(7)]
     assert generate(server, prompts) == [(i, [i + 1, i + 11], "stop") for i in range(7)]
     assert all(
-        body == ASKED | {"model": "m", "prompt": body["prompt"], "return_token_ids": True} for _, body in Handler.seen
+        body == endpoint.NEUTRAL | ASKED | {"model": "m", "prompt": body["prompt"], "return_token_ids": True}
+        for _, body in Handler.seen
     )
 
 
-def test_the_key_comes_from_the_environment(server, monkeypatch):
+def test_what_a_request_leaves_out_is_not_the_models_generation_config(server):
+    generate(server)
+    body = Handler.seen[0][1]
+    assert (body["top_p"], body["top_k"], body["repetition_penalty"]) == (0.9, -1, 1)
+
+
+def test_the_key_comes_from_the_environment(server, monkeypatch, tmp_path):
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login someone password else")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("OF_THIS_TEST", "secret")
     generate(server, key_variable="OF_THIS_TEST")
     assert Handler.seen[0][0] == "Bearer secret"
@@ -77,8 +104,9 @@ def test_the_key_comes_from_the_environment(server, monkeypatch):
         generate(server, key_variable="OF_THIS_TEST")
 
 
-def test_a_busy_server_is_asked_again(server):
-    Handler.behaviour = {"busy": 2}
+@pytest.mark.parametrize("problem", ["busy", "aborted", "cut"])
+def test_a_server_that_was_busy_or_did_not_finish_is_asked_again(server, problem):
+    Handler.behaviour = {problem: 2}
     assert generate(server) == [(0, [6, 7], "stop")] and len(Handler.seen) == 3
 
 
@@ -91,6 +119,10 @@ def test_a_busy_server_is_asked_again(server):
         ({"status": 400}, 'answers 400: {"error": "no"}'),
         ({"models": ["a", "b"]}, "serves a, b; name one of them"),
         ({"busy": 99}, "answers 503"),
+        ({"aborted": 99}, "broke off a response .finish_reason abort"),
+        ({"cut": 99}, "does not answer .ChunkedEncodingError"),
+        ({"page": "GET"}, "/v1/models answers without 'data'.*no /v1.*base_url"),
+        ({"page": "POST"}, "/v1/completions answers without 'choices'"),
     ],
 )
 def test_what_cannot_be_used_is_refused(server, behaviour, said):

@@ -38,6 +38,19 @@ def test_a_folder_becomes_the_target(checkpoint, tmp_path, kind):
     assert (checkpoint / "model.Q4.gguf").is_file() and not (tmp_path / "target.partial").exists()
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_template_of_ones_own_spares_the_sources(checkpoint, tmp_path, own):
+    (checkpoint / "chat_template.jinja").write_text("the source's")
+    template = checkpoint / "chat_template.jinja" if own else tmp_path / "mine.jinja"
+    template.write_text("the source's" if own else "mine")
+    out = tmp_path / "target"
+    fetching.fetch({"source": "path", "path": str(checkpoint), "chat_template": str(template)}, out, tmp_path)
+    assert (out / "chat_template.jinja").read_text() == ("the source's" if own else "mine")
+    assert (checkpoint / "chat_template.jinja").read_text() == "the source's"
+    linked = [path.name for path in out.iterdir() if path.stat().st_nlink > 1]
+    assert linked == ["model.safetensors"]  # all else may be written to
+
+
 def test_fetching_again_replaces_the_target_and_spares_the_source(checkpoint, tmp_path):
     out = tmp_path / "target"
     fetching.fetch({"source": "path", "path": str(checkpoint)}, out, tmp_path)

@@ -37,6 +37,23 @@ def test_a_partial_that_is_broken_from_the_start_is_made_anew(tmp_path, content)
     assert responses.Partial(path, "key").done == {}
 
 
+def test_a_resume_that_is_stopped_while_it_writes_loses_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "shard.partial"
+    first = responses.Partial(path, "key")
+    responses.collect(iter([(0, [5], "stop"), (1, [6], "stop")]), [0, 1], first, 10)
+
+    def full(content, dumps=json.dumps):
+        if content == [1, [6], "stop"]:
+            raise OSError("no space left")
+        return dumps(content)
+
+    monkeypatch.setattr(json, "dumps", full)
+    with pytest.raises(OSError):
+        responses.Partial(path, "key")
+    monkeypatch.undo()
+    assert len(responses.Partial(path, "key").done) == 2
+
+
 def test_engine_answers_are_checked(tmp_path):
     partial = responses.Partial(tmp_path / "p", "key")
     with pytest.raises(UserError, match="empty response for request 4"):

@@ -26,6 +26,7 @@ def test_the_most_frequent_are_in_and_specials_always():
     counts = counts_of({5: 10, 6: 9, 7: 9, 8: 1})
     assert vocabulary.choose(counts, 3, []).tolist() == [5, 6, 7]
     assert vocabulary.choose(counts, 3, [999]).tolist() == [5, 6, 999]
+    assert vocabulary.choose(counts, 3, [999, 1000]).tolist() == [5, 6, 999]  # 1000: the target has no such row
     assert vocabulary.choose(counts, 2, [998, 999]).tolist() == [998, 999]
 
 
