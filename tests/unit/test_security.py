@@ -101,6 +101,9 @@ def test_file_names_of_the_config_are_words_of_no_shell(tmp_path):
     commands = re.findall(r"^Shell command: (.+)$", done.stdout + done.stderr, re.M)
     words = {word for command in commands for word in shlex.split(command)}
     assert {HOSTILE, drafter.name} <= words
+    # New weights where training starts from run it again.
+    started = re.search(r"^rule train_drafter:\n    input: (.*)$", done.stdout + done.stderr, re.M)
+    assert f"{drafter.name}/model.safetensors" in started[1]
     # Only the rules' own redirections and pipes are left for the shell.
     operators = {word for command in commands for word in split(command) if set(word) <= set("();<>|&")}
     assert operators <= {">", ">&", "|", "&&"}, operators
