@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ def _plain(value: Any) -> Any:
 
 
 def add_points(config: dict[str, Any]) -> None:
-    """Add the drafters of the data curve's points: NAME-N is drafter NAME with samples: N."""
-    config["drafters"].update(
-        {
-            point: dict(config["drafters"][config["data_curve"]["drafter"]]) | {"samples": samples}
-            for point, samples in points(config).items()
-        }
-    )
+    """Add the drafters of the data curve's points: NAME-N is drafter NAME with samples: N; a UserError where one has its name."""
+    for point, samples in points(config).items():
+        if point in config["drafters"]:
+            raise UserError(
+                f"config, data_curve.samples: {samples} adds the drafter {point!r}, but one of the drafters has that name;"
+                " rename it"
+            )
+        config["drafters"][point] = dict(config["drafters"][config["data_curve"]["drafter"]]) | {"samples": samples}
 
 
 def points(config: dict[str, Any]) -> dict[str, int]:
@@ -41,8 +43,8 @@ def points(config: dict[str, Any]) -> dict[str, int]:
     drafters = config.get("drafters") or {}
     try:
         name, samples = curve["drafter"], sorted(curve["samples"])
-        return {f"{name}-{n}": n for n in samples} if "checkpoint" not in drafters[name] else {}
-    except (TypeError, KeyError):
+        return {f"{name}-{n}": n for n in samples} if "checkpoint" not in dict(drafters[name]) else {}
+    except (TypeError, KeyError, ValueError):
         return {}
 
 
@@ -53,15 +55,26 @@ def check(config: dict[str, Any], schema_path: Path) -> None:
 
     schema = yaml.safe_load(schema_path.read_text())
     config = json.loads(as_json(config))
-    errors = sorted(
-        jsonschema.Draft202012Validator(schema).iter_errors(config), key=lambda e: (len(e.path), str(e.path))
-    )
+    _check_finite(config)
+    plain = jsonschema.Draft202012Validator
+    # JSON Schema takes 320.0 for an integer; range() and the scripts' options do not.
+    whole = plain.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
+    validator = jsonschema.validators.extend(plain, type_checker=whole)(schema)
+    errors = sorted(validator.iter_errors(config), key=lambda e: (len(e.path), str(e.path)))
     if errors:
         raise UserError(_sentence(min(errors, key=_misspelling_first)))
     _check_arms(config)
     _check_sizes(config)
     _check_samples(config)
     _check_files(config)
+
+
+def _check_finite(value: Any, *where: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"config, {'.'.join(where)}: {value} is not finite; write a plain number")
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        _check_finite(inner, *where, str(key))
 
 
 def _misspelling_first(error) -> int:
@@ -98,6 +111,15 @@ def _check_arms(config: dict[str, Any]) -> None:
                     if known
                     else f"config, arms.{name}.{key}: {value!r} is named, but the config has no {section}"
                 )
+        if name in config["drafters"]:
+            raise UserError(
+                f"config, arms.{name}: a drafter (data_curve adds NAME-N) has this name too, and their walks are told apart by"
+                " it; rename one"
+            )
+        if method(arm) in ("none", "ngram") and arm.get("drafter"):
+            raise UserError(
+                f"config, arms.{name}.drafter: method {method(arm)} runs no drafter; drop the drafter or the method"
+            )
         if method(arm) == "none" and arm.get("k"):
             raise UserError(
                 f"config, arms.{name}: k is {arm['k']} but there is neither drafter nor method; add one or drop k"
@@ -108,15 +130,36 @@ def _check_arms(config: dict[str, Any]) -> None:
             )
         if method(arm) == "eagle3" and not arm.get("drafter"):
             raise UserError(f"config, arms.{name}: method eagle3 needs a drafter; name one of the drafters")
-        flags = config["engines"][arm["engine"]]["flags"][config["hardware"]] | arm.get("flags", {})
-        reason = load.refuse(config["protocols"][arm["protocol"]], engines.engine(arm["engine"]), flags)
+        engine, flags = engines.engine(arm["engine"]), arm_flags(config, arm)
+        protocol = config["protocols"][arm["protocol"]]
+        for flag in engines.TENSOR_PARALLEL:
+            if flag in flags and not _positive(flags[flag]):
+                raise UserError(
+                    f"config, arms.{name}: the flag {flag} is {flags[flag]!r}; a whole number of 1 or more is needed"
+                )
+        speculation = engines.speculation_of(arm, arm.get("drafter"))
+        reason = engine.refuse(speculation, protocol["temperature"], config["hardware"])
+        reason = reason or load.refuse(protocol, engine, flags)
         if reason:
             raise UserError(f"config, arms.{name}, protocol {arm['protocol']!r}: {reason}")
+        try:
+            engine.command("python", "target", name, 0, speculation, flags, set())
+        except UserError as error:
+            raise UserError(f"config, arms.{name}: {error}") from None
         if (arm["engine"], method(arm)) == ("sglang", "ngram") and " " in str(Path.cwd()):
             raise UserError(
                 f"config, arms.{name}: SGLang compiles its n-gram corpus with a command that breaks at the space in"
                 f" {Path.cwd()}; move the project to a path without one, or leave this arm out"
             )
+
+
+def _positive(value: Any) -> bool:
+    return str(value).isdecimal() and int(value) > 0
+
+
+def arm_flags(config: dict[str, Any], arm: dict[str, Any]) -> dict[str, Any]:
+    """The server options of an arm: its engine's on this hardware, its own on top."""
+    return config["engines"][arm["engine"]]["flags"][config["hardware"]] | arm.get("flags", {})
 
 
 def _check_sizes(config: dict[str, Any]) -> None:
@@ -350,7 +393,7 @@ def gpus(config: dict[str, Any], rule: str, entry: dict[str, Any] | None = None)
     elif rule == "check_parity":
         settings = config["responses"]["settings"][entry["engine"]]["cuda"]
     elif entry is not None:
-        settings = config["engines"][entry["engine"]]["flags"]["cuda"] | entry.get("flags", {})
+        settings = arm_flags(config, entry)
     else:
         return 1 if rule in ON_GPU else 0
     return engines.tensor_parallel(settings)
