@@ -358,15 +358,21 @@ def engines_used(config: dict[str, Any]) -> list[str]:
 def check_options(config: dict[str, Any], name: str) -> list[str]:
     """What check_drafter.py must know of how an arm will be served, as words of its command line."""
     arm = config["arms"][name]
-    speculation = engines.speculation_of(arm, arm.get("drafter"))
-    algorithm = engines.engine(arm["engine"]).algorithm(speculation)
+    engine, flags = engines.engine(arm["engine"]), arm_flags(config, arm)
+    speculation = engines.speculation_of(arm, checkpoint_folder(config, arm["drafter"]))
+    algorithm = engine.algorithm(speculation)
     words = ["--engine", arm["engine"], "--speculative-algorithm", algorithm, "--num-speculative-tokens", str(arm["k"])]
-    flags = config["engines"][arm["engine"]]["flags"][config["hardware"]] | arm.get("flags", {})
     for names, option in (
         (("max-model-len", "context-length"), "--max-model-len"),
         (engines.TENSOR_PARALLEL, "--tensor-parallel-size"),
     ):
-        words += [word for flag in names if flag in flags for word in (option, str(flags[flag]))]
+        # Other spellings, as 4k, or -1 for what fits, are the engine's to read.
+        given = [str(flags[flag]) for flag in names if flag in flags and _positive(flags[flag])]
+        words += [word for value in given for word in (option, value)]
+    if arm["engine"] == "sglang":
+        flags |= engine.speculative_flags("results/target", speculation)
+    else:
+        flags |= {"speculative-config": engine.speculative_config("results/target", speculation, flags)}
     for flag, value in sorted(flags.items()):
         words += ["--flag", flag if value is True else f"{flag}={value if isinstance(value, str) else as_json(value)}"]
     return words + [word for finding in arm.get("allow", []) for word in ("--allow", finding)]

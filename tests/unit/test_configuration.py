@@ -2,6 +2,7 @@
 
 import copy
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -317,6 +318,40 @@ def test_what_the_check_of_an_arm_is_told(config, arm, expected):
     words = configuration.check_options(config, "a")
     assert expected in " ".join(words)
     assert ("--allow" in words) == ("allow" in arm)
+
+
+@pytest.mark.parametrize(
+    "arm, flag, told",
+    [
+        ({}, {"max-model-len": 2048}, {"max_model_len": 2048}),
+        ({}, {"max-model-len": "4k"}, {"max_model_len": None}),
+        ({}, {"max-model-len": -1}, {"max_model_len": None}),
+        ({"options": {"draft_tensor_parallel_size": 1}}, {}, {"draft_tp": 1}),
+        ({"engine": "sglang"}, {"context-length": 4096}, {"max_model_len": 4096, "topk": 1, "tokens": 4}),
+        ({"engine": "sglang", "options": {"topk": 4, "draft_tokens": 8}}, {}, {"topk": 4, "tokens": 8}),
+        ({"engine": "sglang", "options": {"speculative-draft-attention-backend": "fa3"}}, {}, {"backend": "fa3"}),
+    ],
+)
+def test_what_the_check_makes_of_it(config, monkeypatch, arm, flag, told):
+    """The words go through check_drafter.py's own command line into the case that is examined."""
+    config["arms"] = {"a": {"engine": "vllm", "protocol": "quick", "drafter": "shipped", "k": 3, **arm, "flags": flag}}
+    configuration.check(config, SCHEMA)
+    words = ["--checkpoint", "drafters/smollm2-135m", "--target", "drafters/smollm2-135m", "--engine-version", "0.32.0"]
+    monkeypatch.setattr("sys.argv", ["check_drafter.py", *words, *configuration.check_options(config, "a")])
+    seen = []
+    monkeypatch.setattr("breakeven.preflight.examine", lambda case, allowed: seen.append(case) or [])
+    monkeypatch.setattr("breakeven.preflight.summary", lambda case: {})
+    assert runpy.run_path(str(ROOT / "scripts/check_drafter.py"))["main"]() == 0
+    case = seen[0]
+    case.read_configs()
+    found = {"max_model_len": case.max_model_len, "draft_tp": case.draft_tp}
+    for short, name in (
+        ("topk", "eagle_topk"),
+        ("tokens", "num_draft_tokens"),
+        ("backend", "draft_attention_backend"),
+    ):
+        found[short] = case.flags.get(f"speculative_{name}")
+    assert found == found | told and case.k == 3
 
 
 def checked(config, **curve):
