@@ -260,6 +260,12 @@ def samples_option(wildcards):
     return f"--samples {samples}" if samples else ""
 
 
+def most_samples_option(wildcards, threads):
+    """What the prompts must suffice for. Takes threads, so that Snakemake does not track it: it selects no other prompts."""
+    most = configuration.most_samples(config)
+    return f"--samples {most}" if most else ""
+
+
 def published_files(wildcards):
     """The files of a published drafter whose repository is a local folder."""
     return configuration.local_files(

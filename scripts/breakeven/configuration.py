@@ -347,6 +347,11 @@ def local_files(*names: str | None) -> list[str]:
     return [str(file) for file in files]
 
 
+def most_samples(config: dict[str, Any]) -> int:
+    """The most training samples that a drafter asks for, points of the data curve included; 0 where all take what there is."""
+    return max((config["drafters"][name].get("samples") or 0 for name in trained_drafters(config)), default=0)
+
+
 def engines_used(config: dict[str, Any]) -> list[str]:
     """Engines that an arm runs on or that make the data of a trained drafter; only these need environments."""
     used = {arm["engine"] for arm in config["arms"].values()}
