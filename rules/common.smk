@@ -260,6 +260,19 @@ def samples_option(wildcards):
     return f"--samples {samples}" if samples else ""
 
 
+def most_samples_option(wildcards, threads):
+    """What the prompts must suffice for. Takes threads, so that Snakemake does not track it: it selects no other prompts."""
+    most = configuration.most_samples(config)
+    return f"--samples {most}" if most else ""
+
+
+def published_files(wildcards):
+    """The files of a published drafter whose repository is a local folder."""
+    return configuration.local_files(
+        config["drafters"][wildcards.published]["checkpoint"]["repo"]
+    )
+
+
 def checkpoint_folder(drafter):
     return configuration.checkpoint_folder(config, drafter)
 
@@ -275,8 +288,7 @@ def start_of(wildcards):
 
 
 def start_files(wildcards):
-    start = config["drafters"][wildcards.drafter]["initialise_from"]
-    return checkpoint_files(start) if start in config["drafters"] else []
+    return configuration.start_files(config, wildcards.drafter)
 
 
 def gpus(rule):

@@ -42,7 +42,7 @@ rule train_drafter:
     shell:
         "{params.python} scripts/on_gpus.py {resources.gpu} {input.script[0]}"
         " --target results/target --vocabulary {input.vocabulary}"
-        " {params.sequences} {input.sequences} --settings {params.settings:q} --initialise-from {params.start:q}"
+        " {params.sequences} {input.sequences:q} --settings {params.settings:q} --initialise-from {params.start:q}"
         " {params.samples} --device {params.device} --ranks {resources.gpu} {resources.sharded} --threads {threads}"
         " --out {params.folder}"
         " > {log} 2>&1"

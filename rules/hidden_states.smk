@@ -38,10 +38,10 @@ rule extract_hidden_states:
         device=HARDWARE,
     shell:
         "{params.python} scripts/on_gpus.py {resources.gpu} {input.script[0]}"
-        " --target results/target --responses {input.responses}"
+        " --target results/target --responses {input.responses:q}"
         " --engine {params.engine} --settings {params.settings:q} --environment {params.environment:q}"
         " --layers {params.layers} --codec {params.codec} --batch-tokens {params.batch_tokens} --device {params.device}"
-        " --threads {threads} --out {output.states} > {log} 2>&1"
+        " --threads {threads} --out {output.states:q} > {log} 2>&1"
 
 
 # Before a drafter is trained (hidden_states.check_parity): each engine that will serve it captures the layers it is trained on.
@@ -76,6 +76,6 @@ rule check_parity:
         device=HARDWARE,
     shell:
         "{params.python} scripts/on_gpus.py {resources.gpu} {input.script[0]}"
-        " --target results/target --responses {input.responses} {params.states} {input.states}"
+        " --target results/target --responses {input.responses:q} {params.states} {input.states:q}"
         " --engine {wildcards.engine} --settings {params.settings:q} --environment {params.environment:q}"
         " --layers {params.layers} --device {params.device} --threads {threads} --out {output.table} > {log} 2>&1"

@@ -29,7 +29,7 @@ rule evaluate_drafter:
     shell:
         "{params.python} scripts/on_gpus.py {resources.gpu} {input.script[0]}"
         " --target results/target --checkpoint {params.checkpoint:q}"
-        " {params.sequences} {input.sequences} --device {params.device} --threads {threads}"
+        " {params.sequences} {input.sequences:q} --device {params.device} --threads {threads}"
         " --out {output.table} --by-sequence {output.by_sequence} > {log} 2>&1"
 
 

@@ -57,10 +57,11 @@ rule select_prompts:
         python=python("workflow"),
         size=lookup("prompts/size", within=config),
         samples=lookup("responses/samples_per_prompt", within=config),
+        most_samples=most_samples_option,
         max_tokens=lookup("responses/sampling/max_tokens", within=config),
         layers=LAYERS,
         codec=STORED_CODEC,
     shell:
         "{params.python} {input.script[0]} --pool {input.pool} --target results/target --size {params.size}"
-        " --samples-per-prompt {params.samples} --max-tokens {params.max_tokens} --layers {params.layers}"
+        " --samples-per-prompt {params.samples} {params.most_samples} --max-tokens {params.max_tokens} --layers {params.layers}"
         " --codec {params.codec} --hidden-states results/hidden_states --out {output.selection} > {log} 2>&1"

@@ -3,6 +3,7 @@ rule fetch_drafter:
     input:
         environment=environment("model"),
         script=script("fetch_drafter"),
+        files=published_files,
     output:
         manifest="results/published/{published}/manifest.json",
     log:

@@ -38,4 +38,4 @@ rule generate_responses:
         " --count {params.shard_size} --engine {params.engine} --sampling {params.sampling:q}"
         " --samples-per-prompt {params.samples} {params.greedy_first} --settings {params.settings:q}"
         " --environment {params.environment:q} {params.endpoint:q} --hardware {params.hardware}"
-        " --out {output.responses} > {log} 2>&1"
+        " --out {output.responses:q} > {log} 2>&1"

@@ -2,7 +2,7 @@ rule fetch_target:
     input:
         environment=environment("model"),
         script=script("fetch_target"),
-        template=config["target"].get("chat_template") or [],
+        files=configuration.target_files(config),
     output:
         manifest="results/target/manifest.json",
     log:

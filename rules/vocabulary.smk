@@ -24,5 +24,5 @@ rule build_vocabulary:
         size=lookup("drafters/{drafter}/vocabulary_size", within=config),
         samples=samples_option,
     shell:
-        "{params.python} {input.script[0]} --target results/target {params.sequences} {input.sequences}"
+        "{params.python} {input.script[0]} --target results/target {params.sequences} {input.sequences:q}"
         " --size {params.size} {params.samples} --out {output.maps} > {log} 2>&1"

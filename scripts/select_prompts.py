@@ -1,4 +1,5 @@
-"""Check, before any long job, that the pool holds the prompts asked for and that their hidden states fit on the disk.
+"""Check, before any long job, that the pool holds the prompts asked for, that they suffice to train and to judge the drafters,
+that these can be written for both engines, and that the hidden states fit on the disk.
 
     select_prompts.py --pool results/prompts/pool.parquet --target results/target --size 320 --max-tokens 160 \\
         --hidden-states results/hidden_states --out results/prompts/selection.json
@@ -9,7 +10,7 @@ The selection is rank < N of the pool; this writes no prompts, only the counts.
 from pathlib import Path
 
 from breakeven import artefacts, cli, selection, tables, target
-from breakeven.conventions import layers_option
+from breakeven.conventions import export_ids, family, layers_option
 
 
 def main() -> None:
@@ -19,6 +20,7 @@ def main() -> None:
     add("--target", type=Path, required=True, help="the target's folder; its width decides the size of hidden states")
     add("--size", type=int, required=True, help="number of prompts, the first ranks of the pool")
     add("--samples-per-prompt", type=int, default=1, help="responses to each prompt")
+    add("--samples", type=int, default=0, help="the most responses that a drafter is to be trained on")
     add("--max-tokens", type=int, required=True, help="longest response")
     add(
         "--layers",
@@ -42,8 +44,12 @@ def main() -> None:
     chosen = pool.slice(0, args.size)
     held_out, prompt_tokens = sum(chosen["held_out"].to_pylist()), sum(chosen["n_tokens"].to_pylist())
 
+    selection.check_split(args.size - held_out, held_out, args.samples_per_prompt, args.samples)
+
     config = target.text_config(args.target)
-    n_layers = len(layers_option(args.layers, config["num_hidden_layers"]))
+    layers = layers_option(args.layers, config["num_hidden_layers"])
+    export_ids(layers, family(config), config["num_hidden_layers"])  # else a trained drafter could not be saved
+    n_layers = len(layers)
     per_token = selection.bytes_per_token(config["hidden_size"], n_layers, args.codec)
     responses = args.size * args.samples_per_prompt
     most = selection.most_hidden_state_bytes(

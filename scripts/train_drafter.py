@@ -23,7 +23,7 @@ import torch
 from safetensors.numpy import load_file
 
 from breakeven import artefacts, checkpoint, cli, hidden_states, ranks, tables, target, training
-from breakeven.conventions import layers_option
+from breakeven.conventions import export_ids, family, layers_option
 from breakeven.drafter import (
     Drafter,
     DrafterConfig,
@@ -87,6 +87,7 @@ def train(args: argparse.Namespace, own: ranks.Ranks) -> None:
     config = target.text_config(args.target)
     layers = layers_option(args.layers, config["num_hidden_layers"])
     sequences = hidden_states.open_sequences(args, layers, args.device, args.batch_tokens)
+    export_ids(sequences.layers, family(config), config["num_hidden_layers"])  # else it could not be saved
     artefacts.verify(args.vocabulary)
     maps = load_file(args.vocabulary)
     ids = torch.from_numpy(target_ids(maps["d2t"]))

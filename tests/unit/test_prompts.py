@@ -578,6 +578,23 @@ def test_asking_for_more_than_there_is_says_what_would_give_more():
         selection.check_size(31, 0)
 
 
+@pytest.mark.parametrize(
+    "split, said",
+    [
+        (
+            (20299, 2261, 4, 88_000),
+            "88000 training samples are asked for, .* 20299 prompts .* 4 responses each, give 81196",
+        ),
+        ((20, 0, 1, 0), "20 of the prompts train and 0 are held out"),
+        ((0, 20, 1, 0), "0 of the prompts train and 20 are held out"),
+    ],
+)
+def test_prompts_that_cannot_train_or_judge_a_drafter_are_refused(split, said):
+    selection.check_split(22_000, 560, 4, 88_000)
+    with pytest.raises(UserError, match=said):
+        selection.check_split(*split)
+
+
 def script(name, *arguments):
     command = [sys.executable, str(ROOT / "scripts" / name), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
@@ -618,6 +635,13 @@ def test_from_the_command_line(target, tmp_path):
     }
     done = script("select_prompts.py", *select, "--size", 41, "--out", tmp_path / "more.json")
     assert done.returncode == 1 and "holds 40" in done.stderr and not (tmp_path / "more.json").exists()
+    refused = (
+        (["--samples", 31], "31 training samples are asked for"),
+        (["--layers", "0,2,4"], "numbers between 1 and 8"),
+    )
+    for more, said in refused:
+        done = script("select_prompts.py", *select, "--size", 30, *more, "--out", tmp_path / "more.json")
+        assert done.returncode == 1 and said in done.stderr and not (tmp_path / "more.json").exists()
     (target / "config.json").write_text(json.dumps({"hidden_size": 10**12, "num_hidden_layers": 8}))
     done = script("select_prompts.py", *select, "--size", 30, "--out", tmp_path / "more.json")
     assert done.returncode == 1 and " GB are free" in done.stderr and not (tmp_path / "more.json").exists()

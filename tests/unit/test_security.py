@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from snakemake.utils import format
 
 from breakeven import artefacts, chat, engines, reportpage, servers
 from breakeven.cli import UserError
@@ -101,10 +102,22 @@ def test_file_names_of_the_config_are_words_of_no_shell(tmp_path):
     commands = re.findall(r"^Shell command: (.+)$", done.stdout + done.stderr, re.M)
     words = {word for command in commands for word in shlex.split(command)}
     assert {HOSTILE, drafter.name} <= words
+    # New weights where training starts from run it again.
+    started = re.search(r"^rule train_drafter:\n    input: (.*)$", done.stdout + done.stderr, re.M)
+    assert f"{drafter.name}/model.safetensors" in started[1]
     # Only the rules' own redirections and pipes are left for the shell.
     operators = {word for command in commands for word in split(command) if set(word) <= set("();<>|&")}
     assert operators <= {">", ">&", "|", "&&"}, operators
     assert not any("$(" in word and "'" not in command for command in commands for word in split(command))
+
+
+def test_paths_of_shards_are_words_of_no_shell():
+    """A shard may lie in an object store whose name the config gives; several are quoted one by one."""
+    assert format("{files:q}", files=["a b/1", "$(c)/2"]) == "'a b/1' '$(c)/2'"
+    assert format("{files:q}", files=[]) == ""
+    rules = "".join(path.read_text() for path in sorted((ROOT / "rules").glob("*.smk")))
+    assert len(re.findall(r"\{(?:input|output)\.(?:sequences|responses|states|manifests):q\}", rules)) >= 8
+    assert not re.findall(r"\{(?:input|output)\.(?:sequences|responses|states|manifests)\}", rules)
 
 
 def split(command: str) -> list[str]:

@@ -64,3 +64,6 @@ def test_a_published_drafter_is_fetched_by_its_rule(work):
     assert (work / "results/published/published/checkpoint/model.safetensors").read_bytes() == b"weights"
     jobs = planned(work, config=[SMALL, "published.yaml"])
     assert "fetch_drafter" not in jobs and jobs["check_drafter"] == 2 and jobs["train_drafter"] == 1
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").write_bytes(b"other weights")
+    assert planned(work, config=[SMALL, "published.yaml"])["fetch_drafter"] == 1
