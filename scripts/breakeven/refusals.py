@@ -33,6 +33,7 @@ REASONS = {
 """Every reason to refuse a comparison, by id."""
 
 OF_THE_TEXTS = {"output-length", "degenerate-output", "unequal-cache"}
+"""Reasons that lie in what was generated, which differs from pass to pass where it is sampled."""
 
 
 def ids(found: Sequence[str]) -> list[str]:

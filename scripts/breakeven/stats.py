@@ -150,6 +150,10 @@ def enough(arm: np.ndarray, baseline: np.ndarray, confidence: float = INTERIM_CO
     the stricter rule also passes `compare`, which is what is reported. Simulated false decisions over up to six looks,
     identical servers: at most 4 % (tests/unit/test_stats.py holds 5 %). An "undecided" is never final before the last pass.
 
+    With few prompts the hurdle over prompts is lower than `confidence`: the expanded quantile lies beyond every resample,
+    and the interval ends at the extreme one. Simulated coverage of 99.5 % (5,000 experiments, normal prompt effects): 97.9 %
+    with 5 prompts, 98.4 % with 6, 99.1 % with 8, 99.6 % with 20. The noise floor has its level with any number of prompts.
+
     arm, baseline: rates [prompts, passes] so far; an unequal number of passes counts as the smaller one.
     """
     arm, baseline = np.asarray(arm, dtype=np.float64), np.asarray(baseline, dtype=np.float64)

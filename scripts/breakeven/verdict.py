@@ -9,6 +9,7 @@ Decision table (docs/verdict.md works an example through):
       reaches rho at this K
     not rejected, no gain, comparable drafters      training if AL is low for its data or the data is few,
       do reach rho                                  else cost
+    the same, of other drafts than EAGLE-3          cost if rho is K + 1 or more, else nothing: none are comparable
     no offline walk on the served outputs, but      "integration or distribution": the two cannot be told apart
       held-out AL far above served AL               without it
     held-out AL far above both walk and served AL   training, fault "distribution": served prompts are unlike the data
