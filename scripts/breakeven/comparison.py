@@ -19,6 +19,7 @@ import pandas as pd
 from breakeven import acceptance, artefacts, evidence, load, places, refusals, stats, stepcost, tables, verdict
 from breakeven.arms import Arm, is_random, read_arm
 from breakeven.cli import UserError
+from breakeven.indecision import because
 
 EXPECTATIONS = Path(__file__).parents[2] / "resources" / "expectations.json"
 
@@ -100,7 +101,7 @@ def compare(
             continue
         walk = evidence.offline_walk(arm, offline or {})
         reasons = refusals.own_reasons(arm)
-        baseline, warnings, speedup, lossless = None, [], None, None
+        baseline, warnings, speedup, lossless, why = None, [], None, None, None
         if not arm.speculates:
             label = "baseline"
             warnings += reasons  # a baseline is never refused itself, the arms paired with it are
@@ -117,6 +118,7 @@ def compare(
             prompts = sorted(set(arm.requests["prompt_id"]))
             speedup = stats.compare(arm.rates(prompts), baseline.rates(prompts))
             label = "undecided" if refusals.apart(arm, baseline) else str(speedup.verdict)
+            why = because(arm, baseline, speedup) if label == "undecided" else None
         cost, remarks = evidence.step_cost_of(arm, step_cost or {})
         by_output_position = evidence.places_of(arm, by_place or {})
         fall = places.fall(by_output_position)
@@ -134,6 +136,7 @@ def compare(
         result.details[arm.name] = {
             "reasons": [reason.split(":")[0] for reason in reasons],
             "warnings": warnings,
+            "undecided_because": why,
             "noise_floor": evidence.finite(math.expm1(speedup.floor)) if speedup else None,
             "cached_share": arm.cached_share,
             "full_share": evidence.finite(arm.in_flight["full_share"]),

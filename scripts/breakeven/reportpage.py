@@ -22,7 +22,7 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from breakeven import artefacts, cli, figures, refusals, stats, stepcost, tables
+from breakeven import artefacts, cli, figures, indecision, refusals, stats, stepcost, tables
 from breakeven.figures import times
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
@@ -230,25 +230,40 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     best = {}  # by engine and protocol, since nothing is compared across these
     for row in judged:
         key = row["engine"], row["protocol"]
-        if key not in best or row["speedup"] > best[key]["speedup"]:
+        if key not in best or _rank(row) > _rank(best[key]):
             best[key] = row
     winners = list(best.values())
+    first = max(winners, key=_rank)
     if len(winners) == 1:
         sentence = _sentence(winners[0], alone=len(judged) == 1)
     elif len({row["verdict"] for row in winners}) == 1:
-        row = max(winners, key=lambda row: row["speedup"])
         where = f"{'both' if len(winners) == 2 else f'all {len(winners)}'} combinations of engine and protocol"
         words = {
             "faster": f"Speculation pays under {where}",
             "slower": f"Speculation does not pay under any of {len(winners)} combinations of engine and protocol",
             "undecided": f"Undecided under {where}",
         }
-        sentence = f"{words[row['verdict']]}; the best arm is {_where(row)}, at {times(row)}."
+        undecided = first["verdict"] == "undecided"
+        which = "undecided arm" if undecided else "arm"
+        sentence = f"{words[first['verdict']]}; the best {which} is {_where(first)}, at {times(first)}"
+        sentence += f", but {_why_undecided(first)}." if undecided else "."
     else:
         words = {"faster": "it pays", "slower": "it does not pay", "undecided": "it is undecided"}
         parts = [f"{words[row['verdict']]} with {_where(row)} ({times(row)})" for row in winners]
         sentence = f"It depends: {'; '.join(parts)}."
-    return sentence, _numbers(max(winners, key=lambda row: row["speedup"]), rows)
+    unjudged = {(row["engine"], row["protocol"]) for row in rows if row["verdict"] == "refused"} - set(best)
+    for engine, protocol in sorted(unjudged):
+        sentence += f" No comparison stands with {ENGINES.get(engine, engine)}, protocol {protocol}."
+    return sentence, _numbers(first, rows)
+
+
+def _rank(row: Mapping[str, Any]) -> tuple[int, float]:
+    """Order of arms by what they say about whether speculation pays: one that does not pay says less than an undecided one."""
+    return ("slower", "undecided", "faster").index(row["verdict"]), row["speedup"]
+
+
+def _why_undecided(row: Mapping[str, Any]) -> str:
+    return indecision.explained(row, row["details"])[0]
 
 
 def _where(row: Mapping[str, Any]) -> str:
@@ -258,10 +273,9 @@ def _where(row: Mapping[str, Any]) -> str:
 def _sentence(row: Mapping[str, Any], alone: bool) -> str:
     arm = row["label"] if alone else f"the best arm ({row['label']})"
     if row["verdict"] == "undecided":
-        why = "the difference from plain decoding is within the noise of this measurement"
-        if not row["speedup_low"]:
-            why = "there are too few prompts for an interval"
-        return f"Undecided: {arm} ran at {row['speedup']:.2f} times the speed of plain decoding, but {why}."
+        arm = row["label"] if alone else f"no arm is shown to pay; the best undecided one ({row['label']})"
+        ran = f"{arm} ran at {row['speedup']:.2f} times the speed of plain decoding"
+        return f"Undecided: {ran}, but {_why_undecided(row)}."
     sign = "pays" if row["verdict"] == "faster" else "does not pay"
     sentence = (
         f"Speculation {sign} here: {arm} generates text at {row['speedup']:.2f} times the speed of plain decoding"
@@ -270,8 +284,11 @@ def _sentence(row: Mapping[str, Any], alone: bool) -> str:
     if row["verdict"] == "slower" and row["rho"]:
         needed = f"{row['acceptance_length']:.2f} tokens and would have to yield more than {row['rho']:.2f} to pay"
         sentence += f"; a step yields {needed}"
+        if row["rho"] >= row["k"] + 1:
+            sentence += f", which is out of reach at K = {row['k']}"
     if row.get("cause"):
-        sentence += f". Cause: {row['cause']}" + (f" ({row['fault']})" if row.get("fault") else "")
+        what = "It falls short of what it could be" if row["verdict"] == "faster" else "Cause"
+        sentence += f". {what}: {row['cause']}" + (f" ({row['fault']})" if row.get("fault") else "")
     return sentence + "."
 
 

@@ -274,6 +274,64 @@ def test_undecided_and_too_few_prompts(tmp_path):
     assert "Undecided: vLLM, drafter own, K = 3" in html and "too few prompts for an interval" in html
 
 
+def judged(arm, verdict, speedup, low, high, because=None, protocol="quick"):
+    """A row of the summary as `load` gives it, for its headline."""
+    return dict.fromkeys(tables.SUMMARY.names) | {
+        "arm": arm, "label": arm, "engine": "vllm", "protocol": protocol, "k": 3, "verdict": verdict, "rho_low": None,
+        "speedup": speedup, "speedup_low": low, "speedup_high": high, "details": {"undecided_because": because},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "rows, sentence",
+    [
+        (
+            [judged("k3", "faster", 1.4, 1.3, 1.5), judged("k5", "undecided", 1.45, 0.95, 2.2, "noise")],
+            "Speculation pays here: the best arm (k3) generates text at 1.40 times",
+        ),
+        (
+            [judged("k3", "slower", 0.98, 0.97, 0.99), judged("k5", "undecided", 0.95, 0.7, 1.25, "noise")],
+            "Undecided: no arm is shown to pay; the best undecided one (k5) ran at 0.95 times the speed of plain decoding,"
+            " but the difference from plain decoding is within the noise of this measurement.",
+        ),
+        (
+            [judged("k3", "undecided", 2.11, 1.8, 2.52, "apart")],
+            "Undecided: k3 ran at 2.11 times the speed of plain decoding, but it was measured apart from its baseline",
+        ),
+        ([judged("k3", "undecided", 2.11, 1.8, 2.52, "single-pass")], "but it or its baseline ran a single pass"),
+        ([judged("k3", "undecided", 2.11, 1.8, 2.52)], "plain decoding, but this measurement does not decide it."),
+        (
+            [judged(n, "undecided", s, 1.8, 2.9, "apart", n) for n, s in (("a", 2.1), ("b", 2.2))],
+            "Undecided under both combinations of engine and protocol; the best undecided arm is b, protocol b, at"
+            " 2.20× [1.80, 2.90], but it was measured apart",
+        ),
+        (
+            [judged("k3", "faster", 1.4, 1.3, 1.5), judged("k3", "refused", None, None, None, protocol="long")],
+            "[1.30 to 1.50]. No comparison stands with vLLM, protocol long.",
+        ),
+        (
+            [judged("k3", "faster", 1.4, 1.3, 1.5) | {"cause": "cost"}],
+            "It falls short of what it could be: cost.",
+        ),
+        (
+            [judged("k3", "slower", 0.4, 0.3, 0.5) | {"acceptance_length": 2.0, "rho": 5.0}],
+            "would have to yield more than 5.00 to pay, which is out of reach at K = 3.",
+        ),
+    ],
+)
+def test_the_headline_is_true_whatever_the_arms_say(rows, sentence):
+    found = reportpage.headline(rows)[0].replace("(95 % interval 1.30 to 1.50)", "[1.30 to 1.50]")
+    assert sentence in found
+
+
+def test_an_arm_measured_apart_is_not_said_to_be_within_the_noise(tmp_path):
+    base, fast, *_ = specs()
+    compare(tmp_path, [base, fast | {"sent_at": base["sent_at"] + 7200}])
+    text = text_of(build(tmp_path))
+    assert "but it was measured apart from its baseline" in text and "within the noise" not in text
+    assert "undecided apart" in text
+
+
 def test_reference_case_is_derived_from_its_numbers():
     case = reportpage.reference_case(artefacts.read_json(SOURCES["reference"]))
     vllm, sglang = case["rows"][:2]
