@@ -287,6 +287,8 @@ def _details(arm: Arm) -> dict[str, Any]:
     """What an arm's manifests say that the page shows."""
     return {
         "method": arm.parameters.get("method"),
+        "options": arm.parameters.get("options") or {},
+        "flags": arm.parameters.get("flags") or {},
         "protocol": arm.protocol,
         "versions": arm.manifest["versions"],
         "machine": dict(arm.manifest["machine"]),

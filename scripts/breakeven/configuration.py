@@ -2,6 +2,7 @@
 
 import difflib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -281,10 +282,14 @@ def engines_used(config: dict[str, Any]) -> list[str]:
 def check_options(config: dict[str, Any], name: str) -> list[str]:
     """What check_drafter.py must know of how an arm will be served, as words of its command line."""
     arm = config["arms"][name]
+    return check_words(arm, config["engines"][arm["engine"]]["flags"][config["hardware"]] | arm.get("flags", {}))
+
+
+def check_words(arm: Mapping[str, Any], flags: Mapping[str, Any]) -> list[str]:
+    """The same from an arm's engine, drafter, method, k, options and allow, and all flags of its server."""
     speculation = engines.speculation_of(arm, arm.get("drafter"))
     algorithm = engines.engine(arm["engine"]).algorithm(speculation)
     words = ["--engine", arm["engine"], "--speculative-algorithm", algorithm, "--num-speculative-tokens", str(arm["k"])]
-    flags = config["engines"][arm["engine"]]["flags"][config["hardware"]] | arm.get("flags", {})
     for names, option in (
         (("max-model-len", "context-length"), "--max-model-len"),
         (engines.TENSOR_PARALLEL, "--tensor-parallel-size"),
