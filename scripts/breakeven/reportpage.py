@@ -14,7 +14,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class Page:
     curve_figure: bytes | None = None  # SVG
     commit: str | None = None  # of the project that wrote the page
     locks: dict[str, str] = field(default_factory=dict)  # sha256 of the environments' lock files, by name
+    runs: dict[str, "Page"] = field(default_factory=dict)  # of several runs on one page, by their names
 
     @property
     def speculating(self) -> list[dict[str, Any]]:
@@ -57,9 +58,9 @@ class Page:
     @property
     def by_output_position(self) -> list[dict[str, Any]]:
         """Rows of places.table of the arms whose outputs are long enough for two of them."""
-        found = [row["details"].get("by_output_position") or [] for row in self.rows]
-        kept = ("arm", "first", "end", "trained", "steps", "acceptance_length", "low", "high")
-        return [{key: row[key] for key in kept} for rows in found if len(rows) > 1 for row in rows]
+        found = [(row["arm"], row["details"].get("by_output_position") or []) for row in self.rows]
+        kept = ("first", "end", "trained", "steps", "acceptance_length", "low", "high")
+        return [{"arm": arm} | {key: row[key] for key in kept} for arm, rows in found if len(rows) > 1 for row in rows]
 
     @property
     def per_prompt(self) -> list[dict[str, Any]]:
@@ -162,6 +163,7 @@ def joined(pages: Mapping[str, Page]) -> Page:
 
     first = next(iter(pages.values()))
     whole = Page([], [], [], first.reference, commit=first.commit)
+    whole.runs = {run: replace(page, commit=None) for run, page in pages.items()}
     for run, page in pages.items():
         whole.rows += named(run, page.rows, "arm", "baseline", "protocol", "drafter")
         whole.acceptance += named(run, page.acceptance, "arm")
@@ -376,18 +378,19 @@ def settings(page: Page) -> list[tuple[str, str]]:
             found[name].append(text)
 
     if page.commit:
-        add("Commit", [("", page.commit)])
+        add("Page written at commit", [("", page.commit)])
     for name, sha256 in page.locks.items():
         add(name, [("sha256", sha256)])
-    for manifest in page.manifests:
+    for manifest in [] if page.runs else page.manifests:
         if manifest["artefact"] in ("target", "drafter", "prompts"):
             add(manifest["artefact"].capitalize(), (manifest["parameters"] + manifest["counts"])[:12])
-    for row in page.rows:
+    for row in [] if page.runs else page.rows:
         details = row["details"]
         add("Protocol", flat(details.get("protocol", {})))
         add("Versions", flat(details.get("versions", {})))
         add("Machine", flat(details.get("machine", {})))
-    return [(name, text) for name, texts in found.items() for text in texts]
+    own = [(name, text) for name, texts in found.items() for text in texts]
+    return own + [(f"{run}: {name}", text) for run, one in page.runs.items() for name, text in settings(one)]
 
 
 # The page

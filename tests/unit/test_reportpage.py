@@ -464,7 +464,7 @@ def test_the_commit_is_shown_where_there_is_one(page, tmp_path):
     assert reportpage.commit(tmp_path) is None
     commit = reportpage.commit(ROOT)
     assert commit is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", commit)
-    assert f"Commit {commit}" in section(page[1], "provenance") or commit is None
+    assert f"Page written at commit {commit}" in section(page[1], "provenance") or commit is None
 
 
 def test_the_lock_files_of_the_environments_are_named_with_their_hashes(tmp_path):
@@ -478,7 +478,11 @@ def test_the_lock_files_of_the_environments_are_named_with_their_hashes(tmp_path
 def test_two_runs_on_one_page(page, tmp_path):
     folder, _ = page
     for name, chosen in (("first", (0, 1)), ("second", (0, 2))):
-        compare(tmp_path / name / "results", [specs()[i] for i in chosen])
+        results = tmp_path / name / "results"
+        walk = artefacts.manifest_path(results / "offline.parquet")
+        rows = places.table([[3] * 600], 3, trained=512)
+        artefacts.write_manifest(walk, "offline", parameters={}, by_output_position=rows)
+        compare(results, [specs()[i] for i in chosen])
     out = tmp_path / "runs.html"
     command = [
         sys.executable,
@@ -494,6 +498,9 @@ def test_two_runs_on_one_page(page, tmp_path):
     assert "It depends: it pays with vLLM, drafter own, K = 3, protocol first: quick" in text
     assert "it does not pay with vLLM, drafter own, K = 5, protocol second: quick" in text
     assert "first: vllm-own-k3" in text and "second: vllm-own-k5" in text and not Elements(out.read_text()).open
+    assert "first: Versions vllm 0.32.0" in text and "second: Versions vllm 0.32.0" in text
+    bare = [cell for cell in re.findall(r"<th scope=\"row\">(.*?)</th>", out.read_text()) if cell.startswith("vllm-")]
+    assert "By place in the output" in text and bare == []  # every table names the run
 
 
 @pytest.mark.parametrize(
