@@ -460,6 +460,16 @@ def test_a_table_too_large_to_carry_is_only_named():
     assert "href" not in reportpage.download("requests", [{"text": "x" * reportpage.DOWNLOAD}])
 
 
+def test_the_longest_draft_of_the_page_fits_into_the_form(tmp_path):
+    base, fast, *_ = specs()
+    compare(tmp_path, (base, fast))
+    assert 'name="k" type="number" min="1" max="16"' in build(tmp_path)
+    page = reportpage.load(tmp_path / "comparison", SOURCES["reference"])
+    page.rows[1]["k"] = 20
+    images = dict.fromkeys(reportpage.figures.FIGURES, {"alt": "", "data": ""})
+    assert 'name="k" type="number" min="1" max="20"' in reportpage.render(page, images, SOURCES["template"])
+
+
 def test_the_commit_is_shown_where_there_is_one(page, tmp_path):
     assert reportpage.commit(tmp_path) is None
     commit = reportpage.commit(ROOT)
