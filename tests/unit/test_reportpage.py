@@ -408,6 +408,7 @@ def test_step_cost_and_training_are_shown_where_given(page, tmp_path):
     html = build(tmp_path, step_costs=[tmp_path / "vllm.parquet"], training={"own": tmp_path / "training.parquet"})
     assert "sglang 3 4 1 59.7" in section(html, "stepcost") and "1.99 [1.93, 2.05] 2.01" in section(html, "stepcost")
     assert "own 99 2 39,600 0.917 0.300 0.235" in section(html, "training")
+    assert "tokens seen, prompts included" in section(html, "training")
     assert not Elements(html).open and len(html) < 5_000_000
 
 
