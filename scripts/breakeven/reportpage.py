@@ -434,16 +434,18 @@ def per_prompt(page: Page) -> list[dict[str, Any]]:
             if name != arm["arm"]:
                 continue
             differences = [row["first_difference"] for row in requests if row["first_difference"] is not None]
+            plain = groups.get((arm["baseline"], prompt), [])
             rows.append(
                 {
                     "prompt": prompt,
                     "tokens": mean(requests, "completion_tokens"),
                     "rate": mean(requests, "tokens_per_second"),
-                    "baseline_rate": mean(groups.get((arm["baseline"], prompt), []), "tokens_per_second"),
+                    "baseline_rate": mean(plain, "tokens_per_second"),
                     "speedup": requests[0]["speedup"],
                     "acceptance_length": mean(requests, "acceptance_length"),
                     "ttft_s": mean(requests, "ttft_s"),
                     "first_difference": min(differences) if differences else None,
+                    "compared": bool({r["pass_number"] for r in requests} & {r["pass_number"] for r in plain}),
                     "degenerate": next((row["degenerate"] for row in requests if row["degenerate"]), None),
                     "excerpt": excerpt(requests[0]["text"]),
                 }
@@ -495,7 +497,7 @@ def lossless(page: Page) -> list[dict[str, Any]]:
                 "arm": row["arm"],
                 "identical": found.get("identical"),
                 "control": found.get("control"),
-                "differing_prompts": len(differences),
+                "differing_prompts": None if found.get("identical") is None else len(differences),
                 "first_difference": differences[first] if first else None,
                 "prompt": first,
             }

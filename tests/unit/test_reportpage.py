@@ -396,7 +396,15 @@ def test_losslessness_names_the_first_difference(tmp_path):
     fast["change_rows"] = other
     compare(tmp_path, (base, fast))
     text = section(build(tmp_path), "lossless")
-    assert "vllm-own-k3 80 % 100 % 1 40 reference-2" in text and "vllm-none – 100 % 0 – –" in text
+    assert "vllm-own-k3 80 % 100 % 1 40 reference-2" in text and "vllm-none – 100 % – – –" in text
+
+
+def test_no_output_to_compare_with_is_not_no_difference(tmp_path):
+    base, fast, *_ = specs()
+    compare(tmp_path / "both", (base, fast))
+    assert "128 none An answer." in section(build(tmp_path / "both"), "prompts")
+    compare(tmp_path / "alone", (fast,))
+    assert "128 – An answer." in section(build(tmp_path / "alone"), "prompts")
 
 
 def test_step_cost_and_training_are_shown_where_given(page, tmp_path):
