@@ -33,7 +33,7 @@ function sliders(form) {
   function update() {
     const K = Math.min(Math.max(Math.round(Number(k.value)) || 1, 1), Number(k.max));
     al.max = K + 1;
-    const length = exact.al ?? Number(al.value), cost = exact.rho ?? Number(rho.value), speedup = length / cost;
+    const length = Math.min(exact.al ?? Number(al.value), K + 1), cost = exact.rho ?? Number(rho.value), speedup = length / cost;
     show("al", length.toFixed(2));
     show("rho", cost.toFixed(2));
     show("speedup", `${speedup.toFixed(2)}×`);
@@ -42,7 +42,7 @@ function sliders(form) {
     show("needed", share(neededConditional(cost, K)));
     show("step", length < cost ? `${(100 * (1 - length / cost)).toFixed(0)} % less time per step`
                                : `a step may take ${(100 * (length / cost - 1)).toFixed(0)} % longer`);
-    const pays = speedup > 1 ? "that pays" : (K + 1) / cost <= 1 ? "no drafter can pay at this step cost" : "that does not pay";
+    const pays = speedup > 1 ? "that pays" : (K + 1) / cost <= 1 ? "no drafter can pay at this step cost and K" : "that does not pay";
     show("sentence", `With an acceptance length of ${length.toFixed(2)}, a step cost rho of ${cost.toFixed(2)} and K = ${K}: `
                      + `${speedup.toFixed(2)} times the speed of plain decoding, ${pays}.`);
     al.setAttribute("aria-valuetext", `${length.toFixed(2)} tokens per step`);

@@ -19,6 +19,7 @@ import pandas as pd
 from breakeven import acceptance, artefacts, evidence, load, places, refusals, stats, stepcost, tables, verdict
 from breakeven.arms import Arm, is_random, read_arm
 from breakeven.cli import UserError
+from breakeven.indecision import because
 
 EXPECTATIONS = Path(__file__).parents[2] / "resources" / "expectations.json"
 
@@ -99,7 +100,7 @@ def compare(
             result.details[arm.name] = {"reasons": ["preflight"], "warnings": []} | _details(arm)
             continue
         walk = evidence.offline_walk(arm, offline or {})
-        baseline, reasons, warnings, speedup = None, [], [], None
+        baseline, reasons, warnings, speedup, why = None, [], [], None, None
         if not arm.speculates:
             label, lossless = "baseline", losslessness(arm, arm)
             warnings += refusals.own_reasons(arm)  # a baseline is never refused itself, the arms paired with it are
@@ -110,6 +111,7 @@ def compare(
             prompts = sorted(set(arm.requests["prompt_id"]))
             speedup = stats.compare(arm.rates(prompts), baseline.rates(prompts))
             label = "undecided" if refusals.apart(arm, baseline) else str(speedup.verdict)
+            why = because(arm, baseline, speedup) if label == "undecided" else None
         cost, remarks = evidence.step_cost_of(arm, step_cost or {}, drafters or {})
         by_output_position = evidence.places_of(arm, by_place or {})
         fall = places.fall(by_output_position)
@@ -127,6 +129,7 @@ def compare(
         result.details[arm.name] = {
             "reasons": refusals.ids(reasons),
             "warnings": warnings,
+            "undecided_because": why,
             "noise_floor": evidence.finite(math.expm1(speedup.floor)) if speedup else None,
             "cached_share": arm.cached_share,
             "full_share": evidence.finite(arm.in_flight["full_share"]),
@@ -272,6 +275,8 @@ def _details(arm: Arm) -> dict[str, Any]:
     """What an arm's manifests say that the page shows."""
     return {
         "method": arm.parameters.get("method"),
+        "options": arm.parameters.get("options") or {},
+        "flags": arm.parameters.get("flags") or {},
         "protocol": arm.protocol,
         "versions": arm.manifest["versions"],
         "machine": dict(arm.manifest["machine"]),

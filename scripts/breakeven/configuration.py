@@ -3,6 +3,7 @@
 import difflib
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -363,8 +364,12 @@ def engines_used(config: dict[str, Any]) -> list[str]:
 def check_options(config: dict[str, Any], name: str) -> list[str]:
     """What check_drafter.py must know of how an arm will be served, as words of its command line."""
     arm = config["arms"][name]
-    engine, flags = engines.engine(arm["engine"]), arm_flags(config, arm)
-    speculation = engines.speculation_of(arm, checkpoint_folder(config, arm["drafter"]))
+    return check_words(arm, checkpoint_folder(config, arm["drafter"]), arm_flags(config, arm))
+
+
+def check_words(arm: Mapping[str, Any], checkpoint: str, flags: Mapping[str, Any]) -> list[str]:
+    """The same from an arm's engine, method, k, options and allow, its drafter's folder, and all flags of its server."""
+    engine, speculation = engines.engine(arm["engine"]), engines.speculation_of(arm, checkpoint)
     algorithm = engine.algorithm(speculation)
     words = ["--engine", arm["engine"], "--speculative-algorithm", algorithm, "--num-speculative-tokens", str(arm["k"])]
     for names, option in (
@@ -375,10 +380,10 @@ def check_options(config: dict[str, Any], name: str) -> list[str]:
         given = [str(flags[flag]) for flag in names if flag in flags and _positive(flags[flag])]
         words += [word for value in given for word in (option, value)]
     if arm["engine"] == "sglang":
-        flags |= engine.speculative_flags("results/target", speculation)
+        speculative = engine.speculative_flags("results/target", speculation)
     else:
-        flags |= {"speculative-config": engine.speculative_config("results/target", speculation, flags)}
-    for flag, value in sorted(flags.items()):
+        speculative = {"speculative-config": engine.speculative_config("results/target", speculation, flags)}
+    for flag, value in sorted((dict(flags) | speculative).items()):
         words += ["--flag", flag if value is True else f"{flag}={value if isinstance(value, str) else as_json(value)}"]
     return words + [word for finding in arm.get("allow", []) for word in ("--allow", finding)]
 

@@ -187,8 +187,9 @@ def markdown(results: Path | str, reference: Path | str) -> str:
     lines.append("")
     for series in page.under_load:
         lines += [f"Under load, {_plain(series['label'])}: {_plain(series['crossing'])}.", ""]
-    for row in page.speculating:
-        said = [*row["details"].get("evidence", []), *summary.next_steps(row, row["details"])]
+    for row in page.rows:
+        details = row["details"]
+        said = [*details.get("warnings", []), *details.get("evidence", []), *summary.next_steps(row, details)]
         if said:
             lines += [f"`{_plain(row['arm'])}`:", "", *(f"- {_plain(text)}" for text in said), ""]
     lines += [f"- {name}: {_plain(text)}" for name, text in reportpage.settings(page) if name != "Prompts"]

@@ -353,7 +353,7 @@ def draw_load(page: Any, path: Path | str, style: Path | str) -> str:
 
 
 def draw_training(page: Any, path: Path | str, style: Path | str) -> str:
-    """Loss and accuracy over the response tokens seen, one line of panels per trained drafter."""
+    """Loss and accuracy over the tokens seen, prompts included, one line of panels per trained drafter."""
     with plt.style.context(str(style)):
         if not page.training:
             return _nothing(path, "No drafter was trained.")
@@ -365,7 +365,7 @@ def draw_training(page: Any, path: Path | str, style: Path | str) -> str:
             left.set_title(f"{name}: loss")
             right.set_title(f"{name}: accuracy per training-time step")
             for axes in (left, right):
-                axes.set_xlabel("response tokens seen")
+                axes.set_xlabel("tokens seen, prompts included")
                 axes.grid(axis="y", visible=True)
             thinned = slice(None, None, max(1, len(train) // POINTS))
             x = [row["tokens"] for row in train][thinned]

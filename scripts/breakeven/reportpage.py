@@ -14,7 +14,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from breakeven import artefacts, cli, figures, refusals, stats, stepcost, tables
+from breakeven import artefacts, cli, figures, indecision, refusals, stats, stepcost, tables
 from breakeven.figures import times
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
@@ -49,6 +49,7 @@ class Page:
     curve_figure: bytes | None = None  # SVG
     commit: str | None = None  # of the project that wrote the page
     locks: dict[str, str] = field(default_factory=dict)  # sha256 of the environments' lock files, by name
+    runs: dict[str, "Page"] = field(default_factory=dict)  # of several runs on one page, by their names
 
     @property
     def speculating(self) -> list[dict[str, Any]]:
@@ -57,9 +58,9 @@ class Page:
     @property
     def by_output_position(self) -> list[dict[str, Any]]:
         """Rows of places.table of the arms whose outputs are long enough for two of them."""
-        found = [row["details"].get("by_output_position") or [] for row in self.rows]
-        kept = ("arm", "first", "end", "trained", "steps", "acceptance_length", "low", "high")
-        return [{key: row[key] for key in kept} for rows in found if len(rows) > 1 for row in rows]
+        found = [(row["arm"], row["details"].get("by_output_position") or []) for row in self.rows]
+        kept = ("first", "end", "trained", "steps", "acceptance_length", "low", "high")
+        return [{"arm": arm} | {key: row[key] for key in kept} for arm, rows in found if len(rows) > 1 for row in rows]
 
     @property
     def per_prompt(self) -> list[dict[str, Any]]:
@@ -162,6 +163,7 @@ def joined(pages: Mapping[str, Page]) -> Page:
 
     first = next(iter(pages.values()))
     whole = Page([], [], [], first.reference, commit=first.commit)
+    whole.runs = {run: replace(page, commit=None) for run, page in pages.items()}
     for run, page in pages.items():
         whole.rows += named(run, page.rows, "arm", "baseline", "protocol", "drafter")
         whole.acceptance += named(run, page.acceptance, "arm")
@@ -230,25 +232,40 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     best = {}  # by engine and protocol, since nothing is compared across these
     for row in judged:
         key = row["engine"], row["protocol"]
-        if key not in best or row["speedup"] > best[key]["speedup"]:
+        if key not in best or _rank(row) > _rank(best[key]):
             best[key] = row
     winners = list(best.values())
+    first = max(winners, key=_rank)
     if len(winners) == 1:
         sentence = _sentence(winners[0], alone=len(judged) == 1)
     elif len({row["verdict"] for row in winners}) == 1:
-        row = max(winners, key=lambda row: row["speedup"])
         where = f"{'both' if len(winners) == 2 else f'all {len(winners)}'} combinations of engine and protocol"
         words = {
             "faster": f"Speculation pays under {where}",
             "slower": f"Speculation does not pay under any of {len(winners)} combinations of engine and protocol",
             "undecided": f"Undecided under {where}",
         }
-        sentence = f"{words[row['verdict']]}; the best arm is {_where(row)}, at {times(row)}."
+        undecided = first["verdict"] == "undecided"
+        which = "undecided arm" if undecided else "arm"
+        sentence = f"{words[first['verdict']]}; the best {which} is {_where(first)}, at {times(first)}"
+        sentence += f", but {_why_undecided(first)}." if undecided else "."
     else:
         words = {"faster": "it pays", "slower": "it does not pay", "undecided": "it is undecided"}
         parts = [f"{words[row['verdict']]} with {_where(row)} ({times(row)})" for row in winners]
         sentence = f"It depends: {'; '.join(parts)}."
-    return sentence, _numbers(max(winners, key=lambda row: row["speedup"]), rows)
+    unjudged = {(row["engine"], row["protocol"]) for row in rows if row["verdict"] == "refused"} - set(best)
+    for engine, protocol in sorted(unjudged):
+        sentence += f" No comparison stands with {ENGINES.get(engine, engine)}, protocol {protocol}."
+    return sentence, _numbers(first, rows)
+
+
+def _rank(row: Mapping[str, Any]) -> tuple[int, float]:
+    """Order of arms by what they say about whether speculation pays: one that does not pay says less than an undecided one."""
+    return ("slower", "undecided", "faster").index(row["verdict"]), row["speedup"]
+
+
+def _why_undecided(row: Mapping[str, Any]) -> str:
+    return indecision.explained(row, row["details"])[0]
 
 
 def _where(row: Mapping[str, Any]) -> str:
@@ -258,10 +275,9 @@ def _where(row: Mapping[str, Any]) -> str:
 def _sentence(row: Mapping[str, Any], alone: bool) -> str:
     arm = row["label"] if alone else f"the best arm ({row['label']})"
     if row["verdict"] == "undecided":
-        why = "the difference from plain decoding is within the noise of this measurement"
-        if not row["speedup_low"]:
-            why = "there are too few prompts for an interval"
-        return f"Undecided: {arm} ran at {row['speedup']:.2f} times the speed of plain decoding, but {why}."
+        arm = row["label"] if alone else f"no arm is shown to pay; the best undecided one ({row['label']})"
+        ran = f"{arm} ran at {row['speedup']:.2f} times the speed of plain decoding"
+        return f"Undecided: {ran}, but {_why_undecided(row)}."
     sign = "pays" if row["verdict"] == "faster" else "does not pay"
     sentence = (
         f"Speculation {sign} here: {arm} generates text at {row['speedup']:.2f} times the speed of plain decoding"
@@ -270,8 +286,11 @@ def _sentence(row: Mapping[str, Any], alone: bool) -> str:
     if row["verdict"] == "slower" and row["rho"]:
         needed = f"{row['acceptance_length']:.2f} tokens and would have to yield more than {row['rho']:.2f} to pay"
         sentence += f"; a step yields {needed}"
+        if row["rho"] >= row["k"] + 1:
+            sentence += f", which is out of reach at K = {row['k']}"
     if row.get("cause"):
-        sentence += f". Cause: {row['cause']}" + (f" ({row['fault']})" if row.get("fault") else "")
+        what = "It falls short of what it could be" if row["verdict"] == "faster" else "Cause"
+        sentence += f". {what}: {row['cause']}" + (f" ({row['fault']})" if row.get("fault") else "")
     return sentence + "."
 
 
@@ -359,18 +378,19 @@ def settings(page: Page) -> list[tuple[str, str]]:
             found[name].append(text)
 
     if page.commit:
-        add("Commit", [("", page.commit)])
+        add("Page written at commit", [("", page.commit)])
     for name, sha256 in page.locks.items():
         add(name, [("sha256", sha256)])
-    for manifest in page.manifests:
+    for manifest in [] if page.runs else page.manifests:
         if manifest["artefact"] in ("target", "drafter", "prompts"):
             add(manifest["artefact"].capitalize(), (manifest["parameters"] + manifest["counts"])[:12])
-    for row in page.rows:
+    for row in [] if page.runs else page.rows:
         details = row["details"]
         add("Protocol", flat(details.get("protocol", {})))
         add("Versions", flat(details.get("versions", {})))
         add("Machine", flat(details.get("machine", {})))
-    return [(name, text) for name, texts in found.items() for text in texts]
+    own = [(name, text) for name, texts in found.items() for text in texts]
+    return own + [(f"{run}: {name}", text) for run, one in page.runs.items() for name, text in settings(one)]
 
 
 # The page
@@ -414,16 +434,18 @@ def per_prompt(page: Page) -> list[dict[str, Any]]:
             if name != arm["arm"]:
                 continue
             differences = [row["first_difference"] for row in requests if row["first_difference"] is not None]
+            plain = groups.get((arm["baseline"], prompt), [])
             rows.append(
                 {
                     "prompt": prompt,
                     "tokens": mean(requests, "completion_tokens"),
                     "rate": mean(requests, "tokens_per_second"),
-                    "baseline_rate": mean(groups.get((arm["baseline"], prompt), []), "tokens_per_second"),
+                    "baseline_rate": mean(plain, "tokens_per_second"),
                     "speedup": requests[0]["speedup"],
                     "acceptance_length": mean(requests, "acceptance_length"),
                     "ttft_s": mean(requests, "ttft_s"),
                     "first_difference": min(differences) if differences else None,
+                    "compared": bool({r["pass_number"] for r in requests} & {r["pass_number"] for r in plain}),
                     "degenerate": next((row["degenerate"] for row in requests if row["degenerate"]), None),
                     "excerpt": excerpt(requests[0]["text"]),
                 }
@@ -475,7 +497,7 @@ def lossless(page: Page) -> list[dict[str, Any]]:
                 "arm": row["arm"],
                 "identical": found.get("identical"),
                 "control": found.get("control"),
-                "differing_prompts": len(differences),
+                "differing_prompts": None if found.get("identical") is None else len(differences),
                 "first_difference": differences[first] if first else None,
                 "prompt": first,
             }

@@ -1,5 +1,6 @@
 """What a run found, in a terminal: the verdicts, where the page is, what to try next."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from breakeven import artefacts, tables
+from breakeven import artefacts, configuration, indecision, tables
 
 COLOURS = {"faster": "green", "slower": "red", "refused": "magenta", "undecided": "yellow"}
 
@@ -20,29 +21,52 @@ def read(comparison: Path | str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return rows, manifest
 
 
+def check_command(row: Mapping[str, Any], details: Mapping[str, Any]) -> str:
+    """The command line that checks an arm's drafter as the arm served it; FOLDER stands for the drafter's checkpoint."""
+    words = ["python", "scripts/check_drafter.py", "--checkpoint", "FOLDER", "--target", "results/target"]
+    words += ["--engine-version", (details.get("versions") or {}).get(row["engine"], "VERSION")]
+    arm = {key: row[key] for key in ("engine", "drafter", "k")} | {"method": details.get("method") or "eagle3"}
+    arm |= {key: details[key] for key in ("options", "allow") if key in details}
+    return shlex.join([*words, *configuration.check_words(arm, "FOLDER", details.get("flags") or {})])
+
+
 def next_steps(row: Mapping[str, Any], details: Mapping[str, Any]) -> list[str]:
-    """What to try for an arm, from its verdict and cause; none where it pays or is a baseline."""
+    """What to try for an arm, from its verdict and cause; none for a baseline and where nothing is to blame."""
     cause, fault = row["cause"] or "", row["fault"]
     steps = []
     if "integration" in cause or (cause == "mixed" and fault):
         named = f" ({fault})" if fault else ""
         steps.append(
-            f"integration{named}: python scripts/check_drafter.py --checkpoint FOLDER --target results/target"
-            f" --engine {row['engine']}; docs/checks.md says how to mend what it finds"
+            f"integration{named}: {check_command(row, details)} (FOLDER: the drafter's checkpoint); docs/checks.md says"
+            " how to mend what it finds"
         )
-    if cause in ("training", "mixed"):
+    if cause == "integration or distribution":
+        steps.append(
+            "distribution: replay_served, the offline walk on the served outputs, tells which of the two it is"
+        )
+    if cause == "training" and fault == "distribution":
+        steps.append("training (distribution): train on data like the served prompts and as long (prompts.sources)")
+    elif cause == "training":
         steps.append(
             "training: more data may pay; name samples under data_curve in the config and run snakemake data_curve, or"
             " raise prompts.size"
         )
+    if cause == "mixed" and not fault:
+        steps.append("training: acceptance is low for its data, but more of it cannot pay before a step is cheaper")
     if cause in ("cost", "mixed"):
         best = next((line for line in details.get("pay") or [] if line["change"] == "K"), None)
         if best and best["needed"].isdigit() and best["needed"] != best["now"]:
             steps.append(f"cost: an arm with k: {best['needed']} ({best['note']})")
+        steps += [
+            f"cost: {line['change']}: {line['now']}, needed: {line['needed']} ({line['note']})"
+            for line in details.get("pay") or []
+            if line["change"] in ("CUDA graphs", "bfloat16")
+        ]
         steps.append("cost: snakemake step_cost shows rho at each K; a smaller draft vocabulary makes steps cheaper")
-    if row["verdict"] == "undecided" and not cause:
-        steps.append("undecided: more prompts, or max_passes in the protocol")
-    if row["verdict"] == "refused" and not steps:
+    # With a cause, an interval that ends below a gain worth having is enough, and only a doubtful speed needs measuring.
+    if row["verdict"] == "undecided" and (not cause or details.get("undecided_because") != "noise"):
+        steps.append(f"undecided: {indecision.explained(row, details)[1]}")
+    if row["verdict"] == "refused":
         steps.append(f"refused: {row['reason']}")
     return steps
 

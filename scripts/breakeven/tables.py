@@ -52,7 +52,7 @@ TRAINING = pa.schema(
         ("accuracy", pa.list_(pa.float32())),  # per training-time-test step, unconditional
         ("learning_rate", pa.float32()),
         ("gradient_norm", pa.float32()),
-        ("tokens", pa.int64()),  # response tokens seen so far
+        ("tokens", pa.int64()),  # tokens seen so far, prompts included
     ]
 )
 

@@ -96,6 +96,14 @@ def test_the_sliders_move_the_table(opened):
     assert "no drafter can pay" in sentence.inner_text()
 
 
+def test_a_step_yields_no_more_than_k_allows(opened):
+    """An arm's own length stays put when K is made smaller, but never above K + 1."""
+    assert float(opened.locator("form.pay option").first.get_attribute("data-al")) > 2
+    opened.locator("input[name=k]").fill("1")
+    speedup, ceiling = (opened.locator(f"form.pay td[data-out={name}]").inner_text() for name in ("speedup", "ceiling"))
+    assert speedup == ceiling and opened.locator("form.pay span[data-out=al]").inner_text() == "2.00"
+
+
 def test_each_arm_fills_the_sliders(opened):
     select = opened.locator("select[name=arm]")
     for i in range(select.locator("option").count()):

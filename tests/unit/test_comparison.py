@@ -37,12 +37,32 @@ def test_an_arm_measured_long_after_its_baseline_is_not_decided(tmp_path, specs)
     assert beside["vllm-own-k3"]["verdict"] == "faster"
     rows, result = compared(tmp_path / "later", base, arm | {"sent_at": base["sent_at"] + 1500})
     assert rows["vllm-own-k3"]["verdict"] == "undecided" and rows["vllm-own-k3"]["speedup"] > 1.3
+    assert result.details["vllm-own-k3"]["undecided_because"] == "apart"
     warning = next(w for w in result.details["vllm-own-k3"]["warnings"] if "apart" in w)
     assert warning.startswith("measured 4 minutes apart from vllm-none") and "results/benchmarks/vllm-none" in warning
     arms = [read_arm(tmp_path / "later", name) for name in ("vllm-none", "vllm-own-k3")]
     assert comparison.undecided(arms) == ["vllm-none", "vllm-own-k3"]  # a further pass of both would decide
     once, _ = compared(tmp_path / "once", base | {"passes": [1]}, arm | {"passes": [1], "sent_at": 1.9e9})
     assert "too-few-passes" in once["vllm-own-k3"]["reason"]
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"rate": 30.0}, "noise"),
+        ({"prompts": files.PROMPTS[:3]}, "few-prompts"),
+        ({"passes": [1]}, "single-pass"),
+        ({}, None),
+    ],
+)
+def test_it_is_kept_why_an_arm_is_undecided(tmp_path, specs, changes, reason):
+    for spec in specs:
+        spec |= changes
+        spec["parameters"]["protocol"]["passes"] = len(spec["passes"])
+    rows, result = compared(tmp_path, *specs)
+    assert (rows["vllm-own-k3"]["verdict"] == "undecided") == (reason is not None)
+    assert result.details["vllm-own-k3"]["undecided_because"] == reason
+    assert result.details["vllm-none"]["undecided_because"] is None
 
 
 def test_a_sound_comparison(tmp_path, specs):

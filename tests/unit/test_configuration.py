@@ -91,7 +91,7 @@ def test_overlays_are_right(config, overlay):
         (
             "arms.vllm-own-k3.protocol",
             "reference-512",
-            "protocol 'reference-512': temperature 0.6 with EAGLE-3 on the CPU",
+            "protocol 'reference-512': temperature 0.6 with speculation on the CPU",
         ),
         ("arms.s", SGLANG | {"options": {"top_k": 4}}, "arms.s, protocol 'quick': options.top_k: sglang's options are"),
         ("arms.s", SGLANG | {"flags": {"speculative-num-steps": 3}}, "arms.s: flag speculative-num-steps: speculation"),

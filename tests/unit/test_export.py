@@ -111,6 +111,13 @@ def test_markdown_says_what_was_found_and_no_more(results):
     assert "| vllm-own-k5 | quick |" in text and "| slower |" in text
 
 
+def test_markdown_holds_the_warnings(tmp_path):
+    arms = [spec | {"prompts": files.PROMPTS[:3]} for spec in pages.specs()[:2]]
+    pages.compare(tmp_path, arms)
+    text = export.markdown(tmp_path, pages.SOURCES["reference"])
+    assert "- 3 prompts: an interval needs at least 5\n" in text
+
+
 def test_markdown_keeps_foreign_text_inert():
     assert export._plain("a | b\n<img src=x> @someone #12") == "a \\| b &lt;img src=x> @\u200bsomeone #\u200b12"
 

@@ -274,6 +274,64 @@ def test_undecided_and_too_few_prompts(tmp_path):
     assert "Undecided: vLLM, drafter own, K = 3" in html and "too few prompts for an interval" in html
 
 
+def judged(arm, verdict, speedup, low, high, because=None, protocol="quick"):
+    """A row of the summary as `load` gives it, for its headline."""
+    return dict.fromkeys(tables.SUMMARY.names) | {
+        "arm": arm, "label": arm, "engine": "vllm", "protocol": protocol, "k": 3, "verdict": verdict, "rho_low": None,
+        "speedup": speedup, "speedup_low": low, "speedup_high": high, "details": {"undecided_because": because},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "rows, sentence",
+    [
+        (
+            [judged("k3", "faster", 1.4, 1.3, 1.5), judged("k5", "undecided", 1.45, 0.95, 2.2, "noise")],
+            "Speculation pays here: the best arm (k3) generates text at 1.40 times",
+        ),
+        (
+            [judged("k3", "slower", 0.98, 0.97, 0.99), judged("k5", "undecided", 0.95, 0.7, 1.25, "noise")],
+            "Undecided: no arm is shown to pay; the best undecided one (k5) ran at 0.95 times the speed of plain decoding,"
+            " but the difference from plain decoding is within the noise of this measurement.",
+        ),
+        (
+            [judged("k3", "undecided", 2.11, 1.8, 2.52, "apart")],
+            "Undecided: k3 ran at 2.11 times the speed of plain decoding, but it was measured apart from its baseline",
+        ),
+        ([judged("k3", "undecided", 2.11, 1.8, 2.52, "single-pass")], "but it or its baseline ran a single pass"),
+        ([judged("k3", "undecided", 2.11, 1.8, 2.52)], "plain decoding, but this measurement does not decide it."),
+        (
+            [judged(n, "undecided", s, 1.8, 2.9, "apart", n) for n, s in (("a", 2.1), ("b", 2.2))],
+            "Undecided under both combinations of engine and protocol; the best undecided arm is b, protocol b, at"
+            " 2.20× [1.80, 2.90], but it was measured apart",
+        ),
+        (
+            [judged("k3", "faster", 1.4, 1.3, 1.5), judged("k3", "refused", None, None, None, protocol="long")],
+            "[1.30 to 1.50]. No comparison stands with vLLM, protocol long.",
+        ),
+        (
+            [judged("k3", "faster", 1.4, 1.3, 1.5) | {"cause": "cost"}],
+            "It falls short of what it could be: cost.",
+        ),
+        (
+            [judged("k3", "slower", 0.4, 0.3, 0.5) | {"acceptance_length": 2.0, "rho": 5.0}],
+            "would have to yield more than 5.00 to pay, which is out of reach at K = 3.",
+        ),
+    ],
+)
+def test_the_headline_is_true_whatever_the_arms_say(rows, sentence):
+    found = reportpage.headline(rows)[0].replace("(95 % interval 1.30 to 1.50)", "[1.30 to 1.50]")
+    assert sentence in found
+
+
+def test_an_arm_measured_apart_is_not_said_to_be_within_the_noise(tmp_path):
+    base, fast, *_ = specs()
+    compare(tmp_path, [base, fast | {"sent_at": base["sent_at"] + 7200}])
+    text = text_of(build(tmp_path))
+    assert "but it was measured apart from its baseline" in text and "within the noise" not in text
+    assert "undecided apart" in text
+
+
 def test_reference_case_is_derived_from_its_numbers():
     case = reportpage.reference_case(artefacts.read_json(SOURCES["reference"]))
     vllm, sglang = case["rows"][:2]
@@ -338,7 +396,15 @@ def test_losslessness_names_the_first_difference(tmp_path):
     fast["change_rows"] = other
     compare(tmp_path, (base, fast))
     text = section(build(tmp_path), "lossless")
-    assert "vllm-own-k3 80 % 100 % 1 40 reference-2" in text and "vllm-none – 100 % 0 – –" in text
+    assert "vllm-own-k3 80 % 100 % 1 40 reference-2" in text and "vllm-none – 100 % – – –" in text
+
+
+def test_no_output_to_compare_with_is_not_no_difference(tmp_path):
+    base, fast, *_ = specs()
+    compare(tmp_path / "both", (base, fast))
+    assert "128 none An answer." in section(build(tmp_path / "both"), "prompts")
+    compare(tmp_path / "alone", (fast,))
+    assert "128 – An answer." in section(build(tmp_path / "alone"), "prompts")
 
 
 def test_step_cost_and_training_are_shown_where_given(page, tmp_path):
@@ -350,6 +416,7 @@ def test_step_cost_and_training_are_shown_where_given(page, tmp_path):
     html = build(tmp_path, step_costs=[tmp_path / "vllm.parquet"], training={"own": tmp_path / "training.parquet"})
     assert "sglang 3 4 1 59.7" in section(html, "stepcost") and "1.99 [1.93, 2.05] 2.01" in section(html, "stepcost")
     assert "own 99 2 39,600 0.917 0.300 0.235" in section(html, "training")
+    assert "tokens seen, prompts included" in section(html, "training")
     assert not Elements(html).open and len(html) < 5_000_000
 
 
@@ -402,11 +469,21 @@ def test_a_table_too_large_to_carry_is_only_named():
     assert "href" not in reportpage.download("requests", [{"text": "x" * reportpage.DOWNLOAD}])
 
 
+def test_the_longest_draft_of_the_page_fits_into_the_form(tmp_path):
+    base, fast, *_ = specs()
+    compare(tmp_path, (base, fast))
+    assert 'name="k" type="number" min="1" max="16"' in build(tmp_path)
+    page = reportpage.load(tmp_path / "comparison", SOURCES["reference"])
+    page.rows[1]["k"] = 20
+    images = dict.fromkeys(reportpage.figures.FIGURES, {"alt": "", "data": ""})
+    assert 'name="k" type="number" min="1" max="20"' in reportpage.render(page, images, SOURCES["template"])
+
+
 def test_the_commit_is_shown_where_there_is_one(page, tmp_path):
     assert reportpage.commit(tmp_path) is None
     commit = reportpage.commit(ROOT)
     assert commit is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", commit)
-    assert f"Commit {commit}" in section(page[1], "provenance") or commit is None
+    assert f"Page written at commit {commit}" in section(page[1], "provenance") or commit is None
 
 
 def test_the_lock_files_of_the_environments_are_named_with_their_hashes(tmp_path):
@@ -420,7 +497,11 @@ def test_the_lock_files_of_the_environments_are_named_with_their_hashes(tmp_path
 def test_two_runs_on_one_page(page, tmp_path):
     folder, _ = page
     for name, chosen in (("first", (0, 1)), ("second", (0, 2))):
-        compare(tmp_path / name / "results", [specs()[i] for i in chosen])
+        results = tmp_path / name / "results"
+        walk = artefacts.manifest_path(results / "offline.parquet")
+        rows = places.table([[3] * 600], 3, trained=512)
+        artefacts.write_manifest(walk, "offline", parameters={}, by_output_position=rows)
+        compare(results, [specs()[i] for i in chosen])
     out = tmp_path / "runs.html"
     command = [
         sys.executable,
@@ -436,6 +517,9 @@ def test_two_runs_on_one_page(page, tmp_path):
     assert "It depends: it pays with vLLM, drafter own, K = 3, protocol first: quick" in text
     assert "it does not pay with vLLM, drafter own, K = 5, protocol second: quick" in text
     assert "first: vllm-own-k3" in text and "second: vllm-own-k5" in text and not Elements(out.read_text()).open
+    assert "first: Versions vllm 0.32.0" in text and "second: Versions vllm 0.32.0" in text
+    bare = [cell for cell in re.findall(r"<th scope=\"row\">(.*?)</th>", out.read_text()) if cell.startswith("vllm-")]
+    assert "By place in the output" in text and bare == []  # every table names the run
 
 
 @pytest.mark.parametrize(
