@@ -375,8 +375,8 @@ ORIGIN = ("kind", "package", "path", "repo", "revision", "config")  # what a tar
 def target_shape(source: dict[str, Any], results: Path, resources: Path) -> tuple[dict[str, Any] | None, str]:
     """The target's config without its weights, and where it was read.
 
-    The target fetched from this source, else a local folder, else a file in `resources` that describes this repository or package, else
-    the hub. None where none of them has it.
+    The target fetched from this source, else a local folder, else a file in `resources` that describes this repository
+    or package, else the hub. None where none of them has it.
     """
     fetched = results / "target" / "config.json"
     if fetched.is_file() and fetched_from(source, results):

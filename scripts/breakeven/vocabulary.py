@@ -12,8 +12,9 @@ def choose(counts: np.ndarray, size: int, always: list[int]) -> np.ndarray:
     """Target ids of a draft vocabulary, ascending and unique: [size] int64.
 
     counts [V]: how often each target id occurs in the training responses. `always` (end tokens, chat-template ids) are
-    in, but for those from V on, which a tokenizer may have and the target cannot emit; then the most frequent ids, ties by lower id; slots that no seen token fills take the lowest unused ids, which
-    are the most common tokens of a byte-pair vocabulary.
+    in, but for those from V on, which a tokenizer may have and the target cannot emit; then the most frequent ids, ties
+    by lower id; slots that no seen token fills take the lowest unused ids, which are the most common tokens of a
+    byte-pair vocabulary.
     """
     if not 0 < size <= len(counts):
         raise UserError(f"vocabulary_size: {size} is not between 1 and the target's vocabulary of {len(counts)}")

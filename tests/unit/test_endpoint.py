@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from breakeven.cli import UserError
-from breakeven.engines import endpoint
+from breakeven.engines import NEUTRAL_SAMPLING, endpoint
 
 ASKED = {"max_tokens": 4, "temperature": 0, "top_p": 0.9}
 PAGE = b"<html>no /v1</html>"
@@ -82,7 +82,7 @@ def test_token_ids_in_and_out(server):
     prompts = [[i, i + 10] for i in range(7)]
     assert generate(server, prompts) == [(i, [i + 1, i + 11], "stop") for i in range(7)]
     assert all(
-        body == endpoint.NEUTRAL | ASKED | {"model": "m", "prompt": body["prompt"], "return_token_ids": True}
+        body == NEUTRAL_SAMPLING | ASKED | {"model": "m", "prompt": body["prompt"], "return_token_ids": True}
         for _, body in Handler.seen
     )
 

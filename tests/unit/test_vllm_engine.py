@@ -174,7 +174,7 @@ def test_differences_of_counters():
 def test_a_request_leaves_no_sampling_to_the_targets_generation_config():
     _, body = vllm.request("m", [1, 2], {"max_tokens": 9, "temperature": 0.6, "top_p": 0.9})
     assert body["top_p"] == 0.9 and body["temperature"] == 0.6
-    neutral = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    neutral = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     assert {name: body[name] for name in neutral} == neutral
     assert vllm.request("m", [1, 2], {})[1]["top_p"] == 1.0
 

@@ -120,7 +120,7 @@ TENSOR_PARALLEL = ("tensor-parallel-size", "tensor_parallel_size", "tp-size", "t
 # What a request leaves out vLLM's server takes from the model's generation_config.json; offline generation does not.
 NEUTRAL_SAMPLING = {
     "top_p": 1.0,
-    "top_k": 0,
+    "top_k": -1,  # all tokens; SGLang refuses 0
     "min_p": 0.0,
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,

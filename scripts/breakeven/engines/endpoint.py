@@ -23,7 +23,6 @@ TIMEOUT_S = 3600.0  # of one response: a busy server queues requests
 PAUSES_S = (1, 5, 20, 60)  # before a request that failed is sent again
 AGAIN = (429, 500, 502, 503, 504)
 COMPLETE = ("stop", "length")  # finish reasons; any other, as abort by a server that shuts down, is of a part
-NEUTRAL = NEUTRAL_SAMPLING | {"top_k": -1}  # SGLang refuses 0; vLLM takes both
 
 
 def environment(hardware: str) -> dict[str, str]:
@@ -121,7 +120,7 @@ class Server:
     def complete(self, index: int, request: tuple[list[int], dict[str, Any]]) -> tuple[int, list[int], str]:
         """(index, response token ids, finish reason) of one prompt."""
         prompt, sampling = request
-        body = {"model": self.model, "prompt": prompt, "return_token_ids": True, **NEUTRAL, **sampling}
+        body = {"model": self.model, "prompt": prompt, "return_token_ids": True, **NEUTRAL_SAMPLING, **sampling}
         choice = self.ask("POST", "/completions", "choices", body)[0]
         tokens = choice.get("token_ids")
         if not tokens:
