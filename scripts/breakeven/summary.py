@@ -62,7 +62,7 @@ def next_steps(row: Mapping[str, Any], details: Mapping[str, Any]) -> list[str]:
             for line in details.get("pay") or []
             if line["change"] in ("CUDA graphs", "bfloat16")
         ]
-        steps.append("cost: snakemake step_cost shows rho at each K; a smaller draft vocabulary makes steps cheaper")
+        steps.append("cost: snakemake step_cost shows rho at each K; a smaller draft vocabulary may make steps cheaper")
     # With a cause, an interval that ends below a gain worth having is enough, and only a doubtful speed needs measuring.
     if row["verdict"] == "undecided" and (not cause or details.get("undecided_because") != "noise"):
         steps.append(f"undecided: {indecision.explained(row, details)[1]}")

@@ -547,7 +547,7 @@ def what_would_pay(facts: Facts, data: Mapping[str, Any]) -> list[dict[str, str]
             "change": "step cost rho",
             "now": f"{rho:.2f}",
             "needed": f"below {length:.2f}",
-            "note": f"{1 - length / rho:.0%} less time per step" if length < rho else "it pays as it is",
+            "note": f"{1 - length / rho:.0%} less time per step" if length < rho else "above break-even as it is",
         },
         {
             "change": "ceiling (K + 1) / rho",
