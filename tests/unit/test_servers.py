@@ -200,6 +200,7 @@ def job_with(settings) -> subprocess.Popen:
         "s = json.loads(sys.argv[1]); s['log'] = pathlib.Path(s['log']); servers.GRACE_S = 600\n"
         "def main():\n"
         "    with servers.serve(**s, key='a secret'):\n        print('ready', flush=True); time.sleep(600)\n"
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where tests run in the background
         "cli.run(main)"
     )
     job = subprocess.Popen(
