@@ -13,6 +13,7 @@ from breakeven import artefacts, configuration, dependencies
 from breakeven.cli import UserError
 
 try:
+    configuration.drop_null(config)
     configuration.add_points(config)
     configuration.check(
         config, Path(workflow.basedir) / "schemas" / "config.schema.yaml"
@@ -22,6 +23,10 @@ except UserError as error:
 
 # A job ends with the Snakemake that started it, even one that was killed (breakeven/cli.py).
 shell.prefix(f"set -euo pipefail; export BREAKEVEN_PARENT={os.getpid()}; ")
+
+# Measuring jobs take all 100 of it. `--resources gpu=4` replaces the profile's list, and what has no limit holds nothing back.
+if "machine" not in workflow.global_resources:
+    workflow.register_resource("machine", 100)
 
 HARDWARE = config["hardware"]
 ENGINES = configuration.engines_used(config)

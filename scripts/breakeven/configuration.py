@@ -24,6 +24,13 @@ def _plain(value: Any) -> Any:
     return dict(value) if hasattr(value, "items") else list(value)
 
 
+def drop_null(config: dict[str, Any]) -> None:
+    """Take out arms, drafters and protocols that are null: so an overlay leaves out those of config.yaml."""
+    for section in ("arms", "drafters", "protocols"):
+        if isinstance(config.get(section), dict):
+            config[section] = {name: entry for name, entry in config[section].items() if entry is not None}
+
+
 def add_points(config: dict[str, Any]) -> None:
     """Add the drafters of the data curve's points: NAME-N is drafter NAME with samples: N; a UserError where one has its name."""
     for point, samples in points(config).items():
@@ -64,6 +71,7 @@ def check(config: dict[str, Any], schema_path: Path) -> None:
     errors = sorted(validator.iter_errors(config), key=lambda e: (len(e.path), str(e.path)))
     if errors:
         raise UserError(_sentence(min(errors, key=_misspelling_first)))
+    _check_drafters(config)
     _check_arms(config)
     _check_sizes(config)
     _check_samples(config)
@@ -98,6 +106,16 @@ def _sentence(error) -> str:
         return _sentence(inner)
     expected = error.schema.get("description", "").rstrip(".")
     return f"config, {where}: {error.message}" + (f"; expected: {expected}" if expected else "")
+
+
+def _check_drafters(config: dict[str, Any]) -> None:
+    for name, drafter in config["drafters"].items():
+        training = [key for key in drafter if key != "checkpoint"]
+        if "checkpoint" in drafter and training:
+            raise UserError(
+                f"config, drafters.{name}: {', '.join(training)} {'is' if len(training) == 1 else 'are'} for training, and a"
+                " drafter with a checkpoint is not trained; leave out one or the other, or give the checkpoint a name of its own"
+            )
 
 
 def _check_arms(config: dict[str, Any]) -> None:

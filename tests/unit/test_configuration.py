@@ -81,6 +81,12 @@ def test_overlays_are_right(config, overlay):
         ("prompts.sources", [{"name": "x", "kind": "wheel", "weight": 1}], "sources.0: the key 'package' is missing"),
         ("prompts.sources", [{"name": "x", "kind": "hub", "weight": 1}], "sources.0: the key 'repo' is missing"),
         ("drafters", None, "drafters: None is not of type 'object'"),
+        (
+            "drafters.own.checkpoint",
+            "drafters/x",
+            "drafters.own: initialise_from, samples, settings, vocabulary_size are for training",
+        ),
+        ("drafters.shipped.samples", 100, "drafters.shipped: samples is for training"),
         ("arms.vllm-own-k3.method", "none", "arms.vllm-own-k3.drafter: method none runs no drafter"),
         ("arms.vllm-own-k3.method", "ngram", "arms.vllm-own-k3.drafter: method ngram runs no drafter"),
         (
@@ -467,3 +473,11 @@ def test_online_training_runs_the_target_in_transformers(config):
     config["hidden_states"] |= {"engine": "vllm", "mode": "online"}
     with pytest.raises(UserError, match="with mode online the target runs inside training, by transformers"):
         configuration.check(config, SCHEMA)
+
+
+def test_an_overlay_leaves_out_what_it_sets_to_null(config):
+    put(config, "arms.vllm-shipped-k5", None)
+    put(config, "drafters.shipped", None)
+    configuration.drop_null(config)
+    configuration.check(config, SCHEMA)
+    assert "vllm-shipped-k5" not in config["arms"] and "shipped" not in config["drafters"]

@@ -42,6 +42,12 @@ def test_the_reference_cases_disk_is_known_before_it_is_full(work):
     assert "published facts, no download" in done.stdout
 
 
+def test_nothing_runs_beside_a_measurement_whatever_resources_are_given(work):
+    """--resources replaces the profile's list, and a resource that is not given has no limit."""
+    done = snakemake(work, "--resources", "gpu=2", "--", "plan", config=SMALL)
+    assert "Provided resources: gpu=2, machine=100" in done.stdout + done.stderr
+
+
 def test_a_published_drafter_is_fetched_by_its_rule(work):
     """From a local folder in the hub's layout; an arm and a start of training wait for the same manifest."""
     folder = work / "mirror/drafter"
