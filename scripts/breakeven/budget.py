@@ -257,7 +257,7 @@ def gpu_notes(planned: Plan, available: int | None) -> list[str]:
     most = max(wide.values())
     if available is not None and available < most:
         said += (
-            f"; {available} is handed out here, so say what there is: --resources gpu={most} machine=100, or a profile"
+            f"; {available} is handed out here, so say what there is: --resources gpu={most}, or a profile"
         )
     return [said]
 

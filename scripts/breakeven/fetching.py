@@ -11,7 +11,7 @@ from breakeven import artefacts
 from breakeven.cli import UserError, logger
 from breakeven.wheels import wheel_folder
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenization_*.py", "tiktoken.model", "vocab.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 WEIGHTS = (".safetensors", ".bin")
 IGNORED_FILES = ("*.gguf", "*.bin", "*.pth", "*.msgpack", "*.h5", "*.onnx", "original/*")
 
@@ -127,8 +127,11 @@ def _from_hub(repo: str, revision: str, folder: Path) -> dict[str, str]:
     if Path(repo).is_dir():
         _from_folder(Path(repo), folder)
     else:
-        remedy = "download it elsewhere and use source: path"
-        _download(repo, revision, folder, f"target.repo: {repo}", remedy, ignore_patterns=list(IGNORED_FILES))
+        what, remedy = f"target.repo: {repo}", "download it elsewhere and use source: path"
+        # The weights last: a tokenizer that cannot be read here is known before hours of download.
+        _download(repo, revision, folder, what, remedy, ignore_patterns=[*IGNORED_FILES, "*.safetensors"])
+        _check_tokenizer(folder)
+        _download(repo, revision, folder, what, remedy, ignore_patterns=list(IGNORED_FILES))
     return {"kind": "hub", "repo": repo, "revision": revision}
 
 
@@ -225,10 +228,20 @@ def _check(folder: Path) -> None:
         raise UserError("target: there is no config.json; is this a transformers checkpoint?")
     if not any(folder.glob("*.safetensors")):
         raise UserError("target: there are no *.safetensors files; convert the checkpoint to safetensors first")
-    if not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
-        raise UserError("target: there is no tokenizer (tokenizer.json or tokenizer.model); copy it beside config.json")
+    _check_tokenizer(folder)
     has_template = (folder / "chat_template.jinja").is_file()
     if not has_template and (folder / "tokenizer_config.json").is_file():
         has_template = "chat_template" in json.loads((folder / "tokenizer_config.json").read_text())
     if not has_template:
         raise UserError("target: the tokenizer has no chat template; set target.chat_template to a Jinja file")
+
+
+def _check_tokenizer(folder: Path) -> None:
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        code = sorted(path.name for path in folder.glob("tokenization_*.py"))
+        raise UserError(
+            f"target: its tokenizer is code ({code[0]}), which is never run here; put a tokenizer.json that was converted from it"
+            " into a local copy and use source: path"
+            if code
+            else "target: there is no tokenizer (tokenizer.json or tokenizer.model); copy it beside config.json"
+        )

@@ -160,7 +160,7 @@ CHECKS = {
     ),
     # numbers the config carries
     "norm-flag": Check(
-        "ERROR", "a norm flag is set that the engine's version ignores", "see the table in the text",
+        "ERROR", "a norm flag is set that the engine's version ignores", "ignored, no word: acceptance falls",
         "serve with a version that honours it, or train without",
     ),
     "norm-tensor": Check(

@@ -115,7 +115,7 @@ def test_more_gpus_than_are_handed_out_are_named(config):
     planned = budget.plan(config, budget.Found())
     assert budget.gpu_notes(planned, 8) == ["GPUs of a job: benchmark 8, the others 1 or none"]
     assert (
-        "1 is handed out here, so say what there is: --resources gpu=8 machine=100" in budget.gpu_notes(planned, 1)[0]
+        "1 is handed out here, so say what there is: --resources gpu=8, or a profile" in budget.gpu_notes(planned, 1)[0]
     )
 
 

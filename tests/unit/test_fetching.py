@@ -59,6 +59,22 @@ def test_fetching_again_replaces_the_target_and_spares_the_source(checkpoint, tm
     assert not (out / "stale.txt").exists() and (checkpoint / "model.safetensors").read_bytes() == b"weights"
 
 
+def test_a_tokenizer_that_is_code_is_named_before_the_weights_are_downloaded(tmp_path, monkeypatch):
+    asked = []
+
+    def download(repo, revision, local_dir, ignore_patterns):
+        asked.append(ignore_patterns)
+        (local_dir / "config.json").write_text("{}")
+        for name in ("tokenization_kimi.py", "tiktoken.model"):
+            (local_dir / name).write_text("")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    source = {"source": "hub", "repo": "org/name", "revision": "0123abc"}
+    with pytest.raises(UserError, match=r"code \(tokenization_kimi.py\), which is never run here.*tokenizer.json"):
+        fetching.fetch(source, tmp_path / "target", tmp_path)
+    assert len(asked) == 1 and "*.safetensors" in asked[0]
+
+
 @pytest.mark.parametrize(
     "missing, said",
     [
