@@ -52,6 +52,7 @@ TARGET_FILES = {
 }  # fmt: skip
 # Differs from run to run by its nature: speed, and seconds in what was measured.
 VOLATILE = ("speed.json",)
+SOONEST_S = 0.05  # before a job can have done anything
 GONE_S = 90  # processes may take this long to end: a server gets a grace period
 
 
@@ -311,16 +312,30 @@ def killed(work: Work, job: Job, fault: Fault, usual: Usual, outcome: Outcome) -
         outcome.happened = f"exit {code}: {error_of(work.log(job)).splitlines()[0][:120]}"
         assert code == 1 and "Traceback" not in work.log(job).partition("error: ")[0], work.log(job)[-600:]
     else:
-        time.sleep(fault.moment * usual.seconds)
-        receiver = chosen(process, target)
-        at = fault.moment * usual.seconds
-        with contextlib.suppress(psutil.Error):
-            receiver.send_signal(SIGNALS[name])
-        code = process.wait()
+        for at in earlier(fault.moment * usual.seconds):
+            time.sleep(at)
+            receiver = chosen(process, target)
+            with contextlib.suppress(psutil.Error):
+                receiver.send_signal(SIGNALS[name])
+            code = process.wait()
+            if code:
+                break
+            work.nothing_runs()
+            work.clear(job)
+            process = work.start(job)
         outcome.happened = f"{name} to {receiver_name(receiver, process)} after {at:.1f} s, exit {code}"
+        assert code, "the job was always done before the signal came"
     work.nothing_runs()
     work.nothing_is_half_written(job, usual.sha256)
     work.run_again(job, outcome, usual.sha256)
+
+
+def earlier(moment_s: float) -> Iterator[float]:
+    """Moments for a signal: the drawn one, and earlier ones for when the job was done before it."""
+    while moment_s > SOONEST_S:
+        yield moment_s
+        moment_s /= 2
+    yield SOONEST_S
 
 
 def chosen(process: subprocess.Popen, target: str) -> psutil.Process:
@@ -450,21 +465,28 @@ def under_snakemake(work: Work, job: Job, fault: Fault, usual: Usual, outcome: O
         damage(work.folder / name, fault.kind, fault.place)
     # Its own outputs are asked for: of what is missing, Snakemake makes only what a target needs.
     command = ["snakemake", "--configfile", SMALL, "--", job.outputs[0]]
-    output = open(work.folder / "snakemake.log", "w")  # noqa: SIM115
-    process = subprocess.Popen(
-        command, cwd=work.folder, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )  # fmt: skip
     target, _, signal_name = fault.kind.partition(", ")
-    if signal_name:
-        rule = waited_for(lambda: running(work, f"scripts/{job.rule}.py"), process)
-        time.sleep(fault.moment * usual.seconds)
-        receiver = psutil.Process(process.pid) if target == "Snakemake" else rule
-        with contextlib.suppress(psutil.Error):
-            receiver.send_signal(SIGNALS[signal_name])
-    code = process.wait()
-    outcome.happened = f"exit {code}"
-    work.nothing_runs()
+    for at in earlier(fault.moment * usual.seconds):
+        output = open(work.folder / "snakemake.log", "w")  # noqa: SIM115
+        process = subprocess.Popen(
+            command, cwd=work.folder, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+        hit = not signal_name
+        if signal_name:
+            rule = waited_for(lambda: running(work, f"scripts/{job.rule}.py"), process)
+            time.sleep(at)
+            receiver = psutil.Process(process.pid) if target == "Snakemake" else rule
+            with contextlib.suppress(psutil.Error):
+                hit = receiver.status() != psutil.STATUS_ZOMBIE
+                receiver.send_signal(SIGNALS[signal_name])
+        code = process.wait()  # 0 also where Snakemake tried a killed job again
+        work.nothing_runs()
+        if hit:
+            break
+        work.clear(job)
+    assert hit, "the job was always done before the signal came"
+    outcome.happened = f"exit {code}" + (f", signal after {at:.1f} s" if signal_name else "")
     if name:
         said = error_of(work.log(job))
         outcome.happened = f"{name}: exit {code}: {said.replace(name, '...')[:90]}"
