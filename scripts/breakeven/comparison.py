@@ -344,6 +344,11 @@ def warnings_of(arm: Arm, baseline: Arm | None, lossless: Mapping[str, Any] | No
         warnings.append("not one drafted token was accepted: suspect the integration, not the training")
     if baseline is not None and (arm.cached_share is None) != (baseline.cached_share is None):
         warnings.append("cached prompt tokens are known for only one of the two arms")
+    unequal = refusals.unequal_cache(arm, baseline) if baseline is not None else None
+    if unequal and arm.concurrency == 1:
+        warnings.append(
+            f"decode speed leaves the prefill out, but TTFT and end-to-end speed cannot be compared: {unequal}"
+        )
     if lossless and lossless["identical"] is not None:
         control = lossless["control"]
         if lossless["identical"] < (1.0 if control is None else control):
