@@ -335,9 +335,8 @@ def warnings_of(arm: Arm, baseline: Arm | None, lossless: Mapping[str, Any] | No
         warnings.append(
             f"all {arm.concurrency} requests were in flight for {full:.0%} of the time only; raise `requests` of the protocol"
         )
-    bad = arm.requests["degenerate"].dropna()
     if 0 < arm.degenerate_share <= refusals.DEGENERATE_SHARE:
-        warnings.append(f"{len(bad)} of {len(arm.requests)} outputs are degenerate ({bad.iloc[0]})")
+        warnings.append(refusals.degenerate_outputs(arm))
     if arm.speculates and not arm.total("steps"):
         warnings.append("the engine reported no verification step: acceptance and break-even are unknown")
     elif arm.speculates and not arm.total("accepted"):

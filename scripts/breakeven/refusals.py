@@ -80,11 +80,7 @@ def own_reasons(arm: Arm) -> list[str]:
     if impossible:
         reasons.append(f"impossible-acceptance: {impossible}")
     if arm.degenerate_share > DEGENERATE_SHARE:
-        row = arm.requests[arm.requests["degenerate"].notna()].iloc[0]
-        reasons.append(
-            f"degenerate-output: {arm.degenerate_share:.0%} of the outputs of arm {arm.name} are degenerate"
-            f" (prompt {row['prompt_id']}: {row['degenerate']})"
-        )
+        reasons.append(f"degenerate-output: arm {arm.name}: {degenerate_outputs(arm)}")
     if arm.requests["rate"].isna().any():
         row = arm.requests[arm.requests["rate"].isna()].iloc[0]
         reasons.append(
@@ -92,6 +88,16 @@ def own_reasons(arm: Arm) -> list[str]:
             f" in {row['e2e_s'] - row['ttft_s']:.3f} s after the first"
         )
     return reasons
+
+
+def degenerate_outputs(arm: Arm) -> str:
+    """How many of an arm's outputs, of which there must be some, are degenerate, with the first of them."""
+    (loops, outputs), (improbable, first) = arm.loops, arm.improbable
+    of = "first answers" if first < outputs else "outputs"
+    counts = [f"{loops} of {outputs} outputs repeat themselves"] if loops else []
+    counts += [f"{improbable} of {first} {of} are improbable"] if improbable else []
+    row = arm.requests[arm.requests["degenerate"].notna()].iloc[0]
+    return f"{' and '.join(counts)} (prompt {row['prompt_id']}: {row['degenerate']})"
 
 
 def _stable(manifest: Mapping[str, Any], key: str) -> Any:

@@ -396,7 +396,7 @@ def test_a_single_loop_is_a_warning(tmp_path, specs):
     base["change_rows"] = arm["change_rows"] = change_rows
     rows, result = compared(tmp_path, base, arm)
     assert rows["vllm-own-k3"]["verdict"] == "faster"
-    assert any("are degenerate" in warning for warning in result.details["vllm-own-k3"]["warnings"])
+    assert any("3 of 15 outputs repeat themselves" in w for w in result.details["vllm-own-k3"]["warnings"])
 
 
 def test_a_single_improbable_text_is_a_warning(tmp_path, specs):
@@ -404,8 +404,22 @@ def test_a_single_improbable_text_is_a_warning(tmp_path, specs):
     arm["sanity"] = improbable(files.PROMPTS[0])
     rows, result = compared(tmp_path, base, arm)
     assert rows["vllm-own-k3"]["verdict"] == "faster"
-    warning = next(w for w in result.details["vllm-own-k3"]["warnings"] if "degenerate" in w)
-    assert warning == "3 of 15 outputs are degenerate (improbable text: mean log-probability -9.7)"
+    warning = "3 of 15 outputs are improbable (prompt reference-0: improbable text: mean log-probability -9.7)"
+    assert warning in result.details["vllm-own-k3"]["warnings"]
+
+
+def test_loops_and_improbable_texts_are_refused_together(tmp_path, specs):
+    """One prompt in five of each kind: a fifth alone would be a warning."""
+    base, arm = specs
+    arm["sanity"] = improbable(files.PROMPTS[1])
+
+    def change_rows(rows):
+        rows[0]["output_token_ids"] = [7] * 128
+        return rows
+
+    arm["change_rows"] = change_rows
+    reason = compared(tmp_path, base, arm)[0]["vllm-own-k3"]["reason"]
+    assert "3 of 15 outputs repeat themselves and 3 of 15 outputs are improbable (prompt reference-0: token 7" in reason
 
 
 def test_four_prompts_have_no_interval_and_no_verdict(tmp_path, specs):
