@@ -152,7 +152,7 @@ def _check_arms(config: dict[str, Any]) -> None:
         engine, flags = engines.engine(arm["engine"]), arm_flags(config, arm)
         protocol = config["protocols"][arm["protocol"]]
         for flag in engines.TENSOR_PARALLEL:
-            if flag in flags and not _positive(flags[flag]):
+            if flags.get(flag, False) is not False and not _positive(flags[flag]):
                 raise UserError(
                     f"config, arms.{name}: the flag {flag} is {flags[flag]!r}; a whole number of 1 or more is needed"
                 )

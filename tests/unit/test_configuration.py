@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from breakeven import configuration
+from breakeven import configuration, engines
 from breakeven.cli import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -236,6 +236,18 @@ def test_jobs_take_as_many_gpus_as_their_engine_is_spread_over(config):
     assert configuration.gpus(config, "benchmark", arm) == 8 and configuration.gpus(config, "generate_responses") == 4
     assert configuration.gpus(config, "benchmark", arm | {"flags": {"tensor-parallel-size": 2}}) == 2
     assert configuration.gpus(config, "compare") == 0
+
+
+@pytest.mark.parametrize("spelling", engines.TENSOR_PARALLEL)
+def test_an_arm_leaves_out_its_engines_tensor_parallelism(config, spelling):
+    config["hardware"], config["arms"] = "cuda", {"s": SGLANG, "v": SGLANG | {"engine": "vllm"}}
+    for name, arm in config["arms"].items():
+        config["engines"][arm["engine"]]["flags"]["cuda"][spelling] = 8
+        assert configuration.gpus(config, "benchmark", arm) == 8
+        config["arms"][name] = arm | {"flags": {spelling: False}}
+        assert configuration.gpus(config, "benchmark", config["arms"][name]) == 1
+        assert "--tensor-parallel-size" not in configuration.check_options(config, name)
+    configuration.check(config, SCHEMA)
 
 
 def test_a_drafter_is_trained_on_as_many_gpus_as_share_a_step(config):
