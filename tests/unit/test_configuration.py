@@ -435,6 +435,14 @@ def test_a_point_replaces_no_drafter_and_is_named_as_no_arm(config):
         checked(config)
 
 
+def test_the_prompts_must_suffice_for_the_drafter_with_the_most_samples(config):
+    assert configuration.most_samples(config) == 0
+    config["drafters"]["own"]["samples"] = 90
+    assert configuration.most_samples(config) == 90
+    checked(config, samples=[60, 240, 120])
+    assert configuration.most_samples(config) == 240
+
+
 def test_more_samples_than_responses_are_refused(config):
     config["drafters"]["own"]["samples"] = 321
     with pytest.raises(UserError, match="drafters.own.samples: 321 are asked for, but 320 prompts .* give 320"):
