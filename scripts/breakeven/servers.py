@@ -210,14 +210,16 @@ def _signals_later() -> Iterator[None]:
     came: list[int] = []
     in_main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if in_main else ()
+    # One that is ignored, as SIGHUP under nohup, stops nothing; None: a handler that is not of Python.
+    numbers = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
     before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        if came:
-            signal.raise_signal(came[0])
+        for number in came:
+            signal.raise_signal(number)
 
 
 def _die_with_parent() -> None:

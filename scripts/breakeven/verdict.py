@@ -68,7 +68,7 @@ CLEARLY = 5.0
 INDISTINCT = 3.0
 MINIMUM_STEPS = 100  # fewer verification steps say nothing about integration
 MINIMUM_TRIALS = 10  # at one position
-SAME_TOKENS = 0.2  # walk and served pass must cover the same tokens, this share and K tokens of each output apart
+SAME_TOKENS = 0.2  # walk and served pass must cover the same tokens, this share apart; the walk K fewer of each output
 LOW = 0.9  # AL below this share of what comparable runs reach is low
 GAP = 0.75  # served (AL - 1) below this share of the held-out one is a gap that prompts alone seldom make
 NO_GAIN = 1.05  # a speed-up whose interval ends below this is not worth having
@@ -233,7 +233,8 @@ def integration(
             None, False, (), (),
             (f"{steps} verification steps are too few to judge the integration ({MINIMUM_STEPS} are needed)",),
         )  # fmt: skip
-    if abs(as_built.tokens - served.tokens) > SAME_TOKENS * served.tokens + outputs * served.k:
+    more, tolerance = as_built.tokens - served.tokens, SAME_TOKENS * served.tokens
+    if not -(tolerance + outputs * served.k) <= more <= tolerance:
         return Integration(
             None, False, (), (),
             (f"the offline walk covers {as_built.tokens} tokens, the served pass {served.tokens}: not the same outputs",),

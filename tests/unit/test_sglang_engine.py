@@ -111,11 +111,12 @@ def test_refused_combinations(speculation, temperature, hardware, said):
     assert reason is None if said is None else said in reason
 
 
-def test_an_unpinned_number_of_requests_is_refused():
+@pytest.mark.parametrize("flags", [{}, {"max-running-requests": False}])
+def test_an_unpinned_number_of_requests_is_refused(flags):
     with pytest.raises(
         UserError, match="max-running-requests is missing: SGLang sets it to 48 where an arm speculates"
     ):
-        words(flags={"dtype": "bfloat16"})
+        words(flags={"dtype": "bfloat16"} | flags)
 
 
 def test_speculation_in_the_flags_is_refused():
@@ -135,6 +136,9 @@ def test_what_runs_is_compared_with_what_was_asked():
         sglang.compare_settings({"speculative_num_draft_tokens": 4}, {"speculative-num-draft-tokens": 16})
     with pytest.raises(UserError, match="asked for --attention-backend intel_amx and runs torch_native"):
         sglang.compare_settings({"attention_backend": "torch_native"}, {"attention-backend": "intel_amx"})
+    with pytest.raises(UserError, match="asked for --disable-radix-cache False and runs True"):
+        sglang.compare_settings({"disable_radix_cache": True}, {"disable-radix-cache": False})
+    assert sglang.compare_settings({"context_length": 8192}, {"context-length": False}) == {"context-length": 8192}
 
 
 @pytest.mark.parametrize("asked", [{"a": 1, "b": [2.0, None]}, '{"b": [2, null], "a": 1}'])

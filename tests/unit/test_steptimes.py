@@ -1,10 +1,14 @@
 """Step cost from rounds with known times: rho, its interval, the A/A drift, and what is refused."""
 
+import contextlib
 import math
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from breakeven import artefacts, stepcost, steptimes, tables
+from breakeven import artefacts, engines, servers, stepcost, steptimes, tables
 from breakeven.cli import UserError
 from breakeven.engines import Counters, Reply, sglang, vllm
 from breakeven.steptimes import Round, Settings
@@ -80,6 +84,32 @@ def test_a_curve_that_never_pays_is_named():
 def test_what_cannot_be_measured_is_refused_before_a_server_starts(settings, flags, hardware, message):
     with pytest.raises(UserError, match=message):
         steptimes.check(vllm, settings, flags, hardware)
+
+
+@pytest.mark.parametrize("shape, size", [({"draft_vocab_size": 500}, 500), ({}, None)])
+def test_the_size_of_the_drafters_head_is_kept_where_its_config_states_it(tmp_path, monkeypatch, shape, size):
+    config = tmp_path / "drafter" / "config.json"
+    artefacts.write_json(tmp_path / "config.json", {"vocab_size": 1000})
+    artefacts.write_json(tmp_path / "manifest.json", {})
+    started = []
+
+    def speculating(*_):
+        started.append(1)
+        return contextlib.nullcontext(SimpleNamespace(url="", name="", key=""))
+
+    monkeypatch.setattr(engines, "facts", lambda *_: {"optional_flags": [], "versions": {}})
+    monkeypatch.setattr(servers, "speculating", speculating)
+    monkeypatch.setattr(steptimes, "measure", lambda *_: {(1, 1): rounds(PLAIN)})
+    words = ["--engine", "vllm", "--engine-python", "python", "--out", str(tmp_path / "vllm.parquet")]
+    words += ["--target", str(tmp_path), "--checkpoint", str(config.parent)]
+    monkeypatch.setattr("sys.argv", ["step_cost.py", *words])
+    main = runpy.run_path(str(Path(__file__).parents[2] / "scripts/step_cost.py"))["main"]
+    with pytest.raises(UserError, match="config.json"):
+        main()
+    assert not started
+    artefacts.write_json(config, shape)
+    main()
+    assert artefacts.read_json(tmp_path / "vllm.manifest.json")["parameters"]["draft_vocab_size"] == size
 
 
 class SGLang:

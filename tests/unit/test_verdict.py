@@ -172,6 +172,15 @@ def test_deep_drafts_on_short_outputs_are_judged():
     assert verdict.integration(served, walk).rejected is None
 
 
+def test_a_walk_over_more_than_was_served_is_of_other_outputs():
+    """A walk leaves out up to K tokens of each output, and adds none."""
+    few, many = (Counts(steps, (accepted, *[0] * 14)) for steps, accepted in ((200, 60), (300, 110)))
+    assert (
+        "covers 410 tokens, the served pass 260: not the same" in verdict.integration(few, many, outputs=10).evidence[0]
+    )
+    assert verdict.integration(many, few, outputs=10).rejected is not None
+
+
 def test_without_a_what_if_matrix_integration_is_blamed_but_no_fault():
     result = verdict.integration(expected(CURVES["fc-skipped"], 5000), expected(CURVES["as-built"], 5000))
     assert result.rejected and result.faults == () and "no what-if matrix" in result.evidence[-1]

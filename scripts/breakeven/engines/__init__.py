@@ -129,8 +129,8 @@ NEUTRAL_SAMPLING = {
 
 
 def tensor_parallel(settings: dict[str, Any]) -> int:
-    """How many GPUs an engine with these flags or arguments spreads the target over."""
-    return next((int(settings[name]) for name in TENSOR_PARALLEL if name in settings), 1)
+    """How many GPUs an engine with these flags or arguments spreads the target over; False leaves a flag out."""
+    return next((int(settings[name]) for name in TENSOR_PARALLEL if settings.get(name, False) is not False), 1)
 
 
 def prepare(module: ModuleType, hardware: str, environment: dict[str, str]) -> None:

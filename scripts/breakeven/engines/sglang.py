@@ -108,11 +108,11 @@ def command(
     flags: dict[str, Any],
     supported: set[str],
 ) -> list[str]:
-    """The server's command line. `flags` are SGLang's own long options without dashes; True gives a bare switch."""
+    """The server's command line. `flags` are SGLang's own long options without dashes; True gives a bare switch, False leaves it out."""
     for name in flags:
         if name.startswith("speculative-"):
             raise UserError(f"flag {name}: speculation belongs into the arm's method, drafter, k and options")
-    if CONCURRENCY_FLAG not in flags:
+    if flags.get(CONCURRENCY_FLAG, False) is False:
         raise UserError(
             f"flag {CONCURRENCY_FLAG} is missing: SGLang sets it to 48 where an arm speculates and to another number where none"
             " does, so the arms would not be comparable; write it into the engine's flags"
@@ -182,6 +182,8 @@ def compare_settings(running: dict[str, Any], asked: dict[str, Any]) -> dict[str
         if key not in running:
             continue  # an alias or a switch that is stored under another name
         found[name] = running[key]
+        if value is False and not isinstance(running[key], bool):
+            continue  # left out
         same = running[key] == value or str(running[key]).upper() == str(value).upper()
         if not (same or parsed(running[key]) == parsed(value)):
             raise UserError(
