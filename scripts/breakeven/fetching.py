@@ -117,7 +117,7 @@ def _from_folder(source: Path, folder: Path) -> dict[str, str]:
         raise UserError(
             f"target.path: {source} is not a folder; give one with config.json, safetensors and a tokenizer"
         )
-    ignore = shutil.ignore_patterns(*IGNORED_FILES, ".git", "manifest.json")
+    ignore = shutil.ignore_patterns(*IGNORED_FILES, "original", ".git", "manifest.json")  # of names, not of paths
     shutil.copytree(source, folder, dirs_exist_ok=True, ignore=ignore, symlinks=False, copy_function=_link_or_copy)
     return {"kind": "path", "path": str(source)}
 

@@ -18,6 +18,8 @@ def checkpoint(tmp_path):
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     (folder / "model.Q4.gguf").write_bytes(b"not needed")
+    (folder / "original").mkdir()
+    (folder / "original/consolidated.safetensors").write_bytes(b"not needed either")
     return folder
 
 
