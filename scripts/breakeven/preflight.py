@@ -96,6 +96,7 @@ class Case:
         self.target_config = conventions.text_config(whole)
         self.target_dtype = _dtype(self.target_config) or _dtype(whole)
         self.family = conventions.family(whole)
+        self.target_mla = bool(self.target_config.get("kv_lora_rank"))
         for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
             if not isinstance(self.target_config.get(key), int):
                 raise UserError(f"{self.target / 'config.json'}: key {key!r} is missing; it is needed here")
@@ -1146,7 +1147,7 @@ def rope(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
     target_top, target_nested = _theta(case.target_config)
     target = (target_nested if target_nested is not None else target_top) or 10000.0
-    alike = case.mla == (case.family == "deepseek")  # plain attention under MLA rotates other dimensions anyway
+    alike = case.mla == case.target_mla  # plain attention under MLA rotates other dimensions anyway
     if trained is None and (both or 10000.0) != target and alike:
         yield case.found(
             "rope-target", "WARN", f"RoPE base {both or 10000.0:g}, the target's is {target:g}", "uses the drafter's"
@@ -1260,7 +1261,7 @@ def biases(case: Case) -> Iterator[Finding]:
 
 def backends(case: Case) -> Iterator[Finding]:
     """A drafter with plain attention under an MLA target, on SGLang."""
-    if case.engine != "sglang" or case.mla or case.family != "deepseek":
+    if case.engine != "sglang" or case.mla or not case.target_mla:
         return
     if not case.flags.get("speculative_draft_attention_backend"):
         yield case.found(

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from breakeven import artefacts, machine
+from breakeven import artefacts, conventions, machine
 from breakeven.cli import UserError
 
 
@@ -16,8 +16,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def text_config(folder: Path | str) -> dict[str, Any]:
     """config.json of the target, or its `text_config` for multi-modal ones (Kimi-K2.5 and others)."""
     artefacts.verify(Path(folder) / "config.json")
-    config = artefacts.read_json(Path(folder) / "config.json")
-    return config.get("text_config", config)
+    return conventions.text_config(artefacts.read_json(Path(folder) / "config.json"))
 
 
 def rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:

@@ -487,6 +487,19 @@ def test_plain_attention_under_an_mla_target(tmp_path):  # B041
     assert found(drafter, target, "sglang", "0.5.23") == {"attention-backend": "WARN"}
     assert found(drafter, target, "sglang", "0.5.23", flags={"speculative_draft_attention_backend": "fa3"}) == {}
     assert found(drafter, target, "vllm", "0.32.0") == {}
+    factory.edit_config(target, architectures=["LongcatFlashForCausalLM"], model_type="longcat_flash")
+    assert "attention-backend" in found(drafter, target, "sglang", "0.5.23")  # MLA, whatever its layer ids mean
+
+
+def test_default_layers_of_minimax_m3_are_written_for_sglang(tmp_path):
+    drafter, target = factory.good(tmp_path, "llama")
+    factory.edit_config(target, architectures=["MiniMaxM3SparseForConditionalGeneration"])
+    case = case_of(drafter, target, "sglang", "0.5.23")
+    report = preflight.examine(case)
+    assert "captures [3, 7, 10]" in next(f.message for f in report if f.id == "layer-ids")
+    preflight.fix(case, report, tmp_path / "mended")
+    for engine, version in NEWEST:
+        assert "layer-ids" not in found(tmp_path / "mended", target, engine, version)
 
 
 def test_shared_head(tmp_path):  # B025
