@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from breakeven import conventions, headers, installed
+from breakeven import configs, conventions, headers, installed
 from breakeven.artefacts import hashes, read_json, write_json
 from breakeven.cli import UserError
 from breakeven.findings import CHECKS, LEVELS, Finding
@@ -90,7 +90,7 @@ class Case:
                 raise UserError(f"{folder}: no config.json there; give a folder with a model")
         self.raw_config = _read_config(self.checkpoint / "config.json")
         self.speculators = "speculators_model_type" in self.raw_config
-        self.config = _from_speculators(self.raw_config) if self.speculators else self.raw_config
+        self.config = configs.from_speculators(self.raw_config) if self.speculators else self.raw_config
         whole = _read_config(self.target / "config.json")
         self.target_architecture = (whole.get("architectures") or [""])[0]
         self.target_config = conventions.text_config(whole)
@@ -277,20 +277,6 @@ def _read_config(file: Path) -> dict:
 
     check(content, "")
     return content
-
-
-def _from_speculators(raw: dict) -> dict:
-    """The config vLLM makes of a speculators-format one (transformers_utils/configs/speculators/algos.py)."""
-    config = dict(raw.get("transformer_layer_config") or {})
-    for key in ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids"):
-        if raw.get(key) is not None:
-            config[key] = raw[key]
-    config["norm_before_residual"] = raw.get("norm_before_residual", True)  # the only flag that defaults to true
-    for key in ("norm_before_fc", "fc_norm", "norm_output"):
-        config[key] = raw.get(key, False)
-    model_type = config.get("model_type", "llama")
-    config["architectures"] = [{"qwen3": "Eagle3Qwen3ForCausalLM"}.get(model_type, "Eagle3LlamaForCausalLM")]
-    return config
 
 
 def _plain_name(name: str) -> str:
@@ -1075,85 +1061,72 @@ def norm_flags(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _rope_parameters(config: dict) -> dict:
-    """rope_parameters, of the full-attention layers where there is one set per kind of layer."""
-    nested = config.get("rope_parameters") or {}
-    kinds = {name: value for name, value in nested.items() if isinstance(value, dict)}
-    return kinds.get("full_attention") or next(iter(kinds.values()), nested)
-
-
-def _theta(config: dict) -> tuple[float | None, float | None]:
-    """(rope_theta, rope_parameters.rope_theta), each None where it is not written."""
-    nested, top = _rope_parameters(config), config.get("rope_theta")
-    return (None if top is None else float(top)), (
-        float(nested["rope_theta"]) if isinstance(nested.get("rope_theta"), (int, float)) else None
-    )
-
-
-def _scaling(config: dict) -> dict | None:
-    """RoPE scaling in one spelling, None for none."""
-    scaling = dict(_rope_parameters(config) or config.get("rope_scaling") or {})
-    kind = scaling.pop("rope_type", None) or scaling.pop("type", None)
-    scaling.pop("type", None)
-    scaling.pop("rope_theta", None)
-    return None if kind in (None, "default") else {"rope_type": kind, **scaling}
-
-
 def rope(case: Case) -> Iterator[Finding]:
     """RoPE base and scaling, in both spellings, as the engine reads them.
 
-    transformers 5 (SGLang >= 0.5.10, vLLM from 0.31.0 in any case) reads both and lets rope_parameters win;
-    transformers 4 (SGLang <= 0.5.9; vLLM 0.20.2 as locked here) knows rope_theta only and defaults to 10,000.
+    transformers 5 (SGLang >= 0.5.10, vLLM from 0.31.0 in any case) reads both, and a rope_scaling that is set replaces
+    rope_parameters, base and all; transformers 4 (SGLang <= 0.5.9; vLLM 0.20.2 as locked here) knows rope_theta and
+    rope_scaling only and defaults to 10,000.
     """
-    top, nested = _theta(case.config)
+    sets = {key: configs.plain_rope(case.config.get(key)) for key in ("rope_parameters", "rope_scaling")}
+    bases = {"rope_theta": case.config.get("rope_theta")}
+    bases |= {f"{key}.rope_theta": parameters.get("rope_theta") for key, parameters in sets.items()}
+    bases = {key: float(value) for key, value in bases.items() if value}
     old = case.engine == "sglang" and case.older("0.5.10")
-    both = nested if nested is not None else top
-    read = (top if old else both) or 10000.0
+    maybe_old = old or (case.engine == "vllm" and case.older("0.31.0"))
+    both, own = configs.rope(case.config)
+    read = bases.get("rope_theta", 10000.0) if old else both
     trained = case.manifest.get("rope_theta")
+    if sets["rope_parameters"].get("type") and sets["rope_parameters"].get("rope_type") == "default":
+        del sets["rope_parameters"]["rope_type"]  # checkpoints trained here once carried both
+    parameters, scaling = (configs.scaling_of(sets[key]) for key in ("rope_parameters", "rope_scaling"))
+    # What transformers adds to one of them (the original length, for one) is no disagreement.
+    common = {"rope_type", *(parameters or {})} & {"rope_type", *(scaling or {})}
+    disagree = all(sets.values()) and any((parameters or {}).get(key) != (scaling or {}).get(key) for key in common)
 
     def write_both(theta):
         def mend(config, _):
             config = config.get("transformer_layer_config") or config
+            chosen = configs.plain_rope(config.get("rope_scaling") or config.get("rope_parameters"))
+            kind = chosen.pop("rope_type", None) or chosen.get("type") or "default"
+            chosen.pop("type", None)
             config["rope_theta"] = theta
-            config["rope_parameters"] = {
-                "rope_type": "default", **(config.get("rope_parameters") or config.get("rope_scaling") or {}),
-                "rope_theta": theta,
-            }  # fmt: skip
+            config["rope_parameters"] = {**chosen, "rope_type": kind, "rope_theta": theta}
+            if config.get("rope_scaling"):
+                config["rope_scaling"] = dict(config["rope_parameters"])
 
         return mend
 
-    if top is not None and nested is not None and top != nested:
+    if disagree:
         yield case.found(
-            "rope-theta", "ERROR", f"rope_theta is {top:g}, rope_parameters.rope_theta is {nested:g}",
-            f"uses {read:g}; other versions use the other",
-            fix=write_both(float(trained)) if trained is not None else None,
+            "rope-scaling", "ERROR", f"rope_scaling is {scaling}, rope_parameters is {parameters}",
+            "rotates as rope_scaling says, no word",
         )  # fmt: skip
-    elif (
-        top is None
-        and nested is not None
-        and nested != 10000.0
-        and (old or (case.engine == "vllm" and case.older("0.31.0")))
-    ):
+    if any(base != both for base in bases.values()):
+        text = ", ".join(f"{key} is {base:g}" for key, base in bases.items())
+        yield case.found(
+            "rope-theta", "ERROR",
+            text + ("" if len(bases) > 1 else ", which rope_scaling puts out of force: without a base it means 10000"),
+            f"uses {read:g}; other versions use another",
+            fix=write_both(float(trained)) if trained is not None and not disagree else None,
+        )  # fmt: skip
+    elif "rope_theta" not in bases and both != 10000.0 and maybe_old:
         yield case.found(
             "rope-spelling", "ERROR" if old else "WARN",
-            f"RoPE base {nested:g} stands in rope_parameters only; without rope_theta it reads as 10000"
+            f"RoPE base {both:g} does not stand as rope_theta; without it it reads as 10000"
             + ("" if old else " where transformers 4 is installed"),
-            "rotates with another base than in training, no word", fix=write_both(nested),
+            "rotates with another base than in training, no word", fix=write_both(both),
         )  # fmt: skip
     elif trained is not None and float(trained) != read:
         yield case.found(
             "rope-theta", "ERROR", f"trained with RoPE base {float(trained):g}, the config gives {read:g}",
             "rotates with another base than in training, no word", fix=write_both(float(trained)),
         )  # fmt: skip
-    target_top, target_nested = _theta(case.target_config)
-    target = (target_nested if target_nested is not None else target_top) or 10000.0
+    target, theirs = configs.rope(case.target_config)
     alike = case.mla == case.target_mla  # plain attention under MLA rotates other dimensions anyway
-    if trained is None and (both or 10000.0) != target and alike:
-        yield case.found(
-            "rope-target", "WARN", f"RoPE base {both or 10000.0:g}, the target's is {target:g}", "uses the drafter's"
-        )
-    own, theirs = _scaling(case.config), _scaling(case.target_config)
-    if own and not case.config.get("rope_scaling") and (old or (case.engine == "vllm" and case.older("0.31.0"))):
+    if trained is None and both != target and alike:
+        yield case.found("rope-target", "WARN", f"RoPE base {both:g}, the target's is {target:g}", "uses the drafter's")
+    if own and not case.config.get("rope_scaling") and maybe_old:
         yield case.found(
             "rope-spelling", "ERROR" if old else "WARN",
             f"RoPE scaling {own['rope_type']} stands in rope_parameters only; without rope_scaling it reads as none"
@@ -1164,7 +1137,7 @@ def rope(case: Case) -> Iterator[Finding]:
         yield case.found(
             "rope-target", "WARN", f"RoPE scaling is {own}, the target's is {theirs}", "uses the drafter's"
         )
-    if case.mla and case.engine == "vllm" and case.older("0.28.0") and own is None and both not in (None, 10000.0):
+    if case.mla and case.engine == "vllm" and case.older("0.28.0") and own is None and both != 10000.0:
         yield case.found(
             "rope-mla", "WARN", f"MLA drafter with RoPE base {both:g} and no scaling",
             "rebuilds the RoPE settings without the base: 10000 with transformers 4, no start with transformers 5",
@@ -1191,7 +1164,7 @@ def positions(case: Case) -> Iterator[Finding]:
     named = own is not None
     own = own if named else 2048  # LlamaConfig's default
     if case.engine == "sglang":
-        scaling = _scaling(case.config) or {}
+        scaling = configs.rope(case.config)[1] or {}
         if "original_max_position_embeddings" not in scaling and scaling.get("rope_type") != "llama3":
             own = int(own * scaling.get("factor", 1))  # get_context_length
     need = case.max_model_len or case.target_config.get("max_position_embeddings") or 0

@@ -19,20 +19,6 @@ def text_config(folder: Path | str) -> dict[str, Any]:
     return conventions.text_config(artefacts.read_json(Path(folder) / "config.json"))
 
 
-def rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """RoPE base and scaling of a config in either spelling.
-
-    transformers 5 writes `rope_parameters` {rope_theta, rope_type, ...}; older ones `rope_theta` and `rope_scaling`.
-    Returns (theta, scaling), scaling None for the plain rotation.
-    """
-    parameters = config.get("rope_parameters") or {}
-    theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
-    scaling = {k: v for k, v in parameters.items() if k != "rope_theta"} or config.get("rope_scaling")
-    if scaling and scaling.get("rope_type", scaling.get("type")) in (None, "default"):
-        scaling = None
-    return float(theta), scaling
-
-
 def special_token_ids(folder: Path | str) -> list[int]:
     """Ids that a draft vocabulary must hold: end tokens, other specials, and what the chat template writes."""
     from breakeven.chat import load_tokenizer, render

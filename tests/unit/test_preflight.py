@@ -392,6 +392,40 @@ def test_rope_scaling_spelled_for_transformers_5_only(tmp_path):
     assert found(drafter, target, version="0.32.0") == {}
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(("engine", "version"), NEWEST)
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"rope_scaling": YARN}, {"rope-theta", "rope-scaling"}),  # which takes 10,000 for its base
+        ({"rope_scaling": YARN, "rope_theta": 5e4}, {"rope-scaling"}),
+        ({"rope_scaling": YARN | {"rope_theta": 7e4}, "rope_theta": 5e4}, {"rope-theta", "rope-scaling"}),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_theta": 5e4}, set()),
+        # transformers adds the original length; the exporter once left rope_type beside type
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 5e4,
+          "rope_parameters": YARN | {"rope_theta": 5e4, "original_max_position_embeddings": 1024}}, set()),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 5e4,
+          "rope_parameters": {"rope_type": "default", "type": "yarn", "factor": 4.0, "rope_theta": 5e4}}, set()),
+    ],
+)  # fmt: skip
+def test_rope_scaling_takes_the_place_of_rope_parameters(tmp_path, engine, version, keys, expected):
+    drafter, target = factory.good(tmp_path, "llama")
+    factory.edit_config(drafter, remove=("rope_theta",))
+    factory.edit_config(drafter, **keys)
+    assert {id for id in found(drafter, target, engine, version) if id.startswith("rope")} == expected
+
+
+def test_mended_base_is_the_one_that_is_read(tmp_path):
+    drafter, target = factory.good(tmp_path, "kimi")
+    factory.edit_config(drafter, rope_scaling=factory.YARN | {"rope_theta": 1e4})
+    case = case_of(drafter, target, "sglang", "0.5.23")
+    assert preflight.fix(case, preflight.examine(case), tmp_path / "mended") == ["rope-theta"]
+    for engine, version in NEWEST:
+        assert found(tmp_path / "mended", target, engine, version) == {}
+
+
 def test_unscaled_mla_drafter_loses_its_base(tmp_path):
     drafter, target = factory.good(tmp_path, "deepseek")
     for folder in (drafter, target):
@@ -541,6 +575,9 @@ def test_speculators_format(tmp_path):
     factory.write_json(drafter / "config.json", {k: v for k, v in content.items() if k != "norm_before_residual"})
     factory.edit_manifest(drafter, norm_flags={"norm_before_residual": False})
     assert found(drafter, target, "vllm", "0.32.0") == {"norm-manifest": "ERROR"}  # the format's default is true
+    raw = json.loads((drafter / "config.json").read_text()) | {"speculators_model_type": "peagle"}
+    factory.write_json(drafter / "config.json", raw)
+    assert found(drafter, target, "vllm", "0.32.0") == {}  # but not peagle's
 
 
 @pytest.mark.parametrize(
