@@ -305,7 +305,7 @@ def _kind(case: Case) -> str:
 
 
 def _dtype(config: dict) -> str | None:
-    value = config.get("torch_dtype") or config.get("dtype")
+    value = config.get("dtype") or config.get("torch_dtype")  # transformers keeps dtype where both are written
     return str(value).removeprefix("torch.") if value else None
 
 
@@ -1208,7 +1208,7 @@ def dtypes(case: Case) -> Iterator[Finding]:
             yield case.found(
                 "dtype", "ERROR", f"drafter dtype {own or 'not in the config'}, target {theirs}",
                 f"loads the drafter as {loaded} beside a {theirs} target: a dtype error or wrong values",
-                fix=lambda config, _: config.update(torch_dtype=theirs),
+                fix=lambda config, _: config.update(dtype=theirs, torch_dtype=theirs),
             )  # fmt: skip
     elif (own is not None and own != theirs) or (own is None and stored - {theirs, "float32"}):
         yield case.found(

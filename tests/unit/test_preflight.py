@@ -646,6 +646,16 @@ def test_no_dtype_in_the_config(tmp_path):
     assert found(drafter, target, "vllm") == {}
 
 
+def test_dtype_goes_before_torch_dtype(tmp_path):
+    drafter, target = factory.good(tmp_path, "llama")
+    factory.edit_config(drafter, dtype="float32")  # beside torch_dtype bfloat16; SGLang serves float32 as float16
+    case = case_of(drafter, target, "sglang", "0.5.23")
+    assert preflight.fix(case, preflight.examine(case), tmp_path / "mended") == ["dtype"]
+    mended = json.loads((tmp_path / "mended/config.json").read_text())
+    assert mended["dtype"] == mended["torch_dtype"] == "bfloat16"
+    assert found(tmp_path / "mended", target, "sglang", "0.5.23") == {}
+
+
 def test_quantization_is_inherited_on_sglang(tmp_path):
     drafter, target = factory.good(tmp_path, "llama")
     flags = {"quantization": "fp8"}
