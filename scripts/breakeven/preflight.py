@@ -444,8 +444,15 @@ def architectures(case: Case) -> Iterator[Finding]:
             (lambda config, _: config.update(architectures=["LlamaForCausalLMEagle3"])) if certain else None,
         )  # fmt: skip
     target = case.target_architecture
+    unknown = f"whether {case.engine} {case.version} captures from {target} is not known here"
     if case.site:
-        if not installed.captures(case.site, case.engine, target):
+        answer = installed.captures(case.site, case.engine, target)
+        if answer is None:
+            yield case.found(
+                "target-architecture", "INFO", unknown, "fails after loading the target if it cannot",
+                "its class cannot be read from the installed engine; try the server once",
+            )  # fmt: skip
+        elif not answer:
             mark = "SupportsEagle3" if case.engine == "vllm" else "set_eagle3_layers_to_capture"
             known = "has no " + mark if installed.knows(case.site, case.engine, target) else "is unknown"
             yield case.found(
@@ -456,7 +463,7 @@ def architectures(case: Case) -> Iterator[Finding]:
     first = TARGETS[case.engine].get(target)
     if first is None:
         yield case.found(
-            "target-architecture", "INFO", f"whether {case.engine} {case.version} captures from {target} is not known here",
+            "target-architecture", "INFO", unknown,
             "fails after loading the target if it cannot", "give --engine-python to read it from the installed engine",
         )  # fmt: skip
     elif case.older(first):

@@ -752,7 +752,17 @@ def fake_vllm(folder):
         '"LlamaForCausalLM": ("llama", "LlamaForCausalLM"),\n"MambaForCausalLM": ("mamba", "MambaForCausalLM"),\n'
         '"DeepseekV3ForCausalLM": (\n    "deepseek_v2",\n    "DeepseekV3ForCausalLM",\n),\n'
         '"LlamaForCausalLMEagle3": ("llama_eagle3", "Eagle3LlamaForCausalLM"),\n'
+        '"Olmo3ForCausalLM": ("transformers", "TransformersForCausalLM"),\n'
+        '"GlmMoeDsaForCausalLM": ("vllm.models.deepseek_v32", "GlmMoeDsaForCausalLM"),\n'
     )
+    backend = models / "transformers"
+    backend.mkdir()
+    (backend / "__init__.py").write_text(
+        "from vllm.model_executor.models.transformers.causal import CausalMixin\n"
+        "class TransformersForCausalLM(CausalMixin): ...\n"
+    )
+    (backend / "causal.py").write_text("from .base import Base\nclass CausalMixin(VllmModel, Base): ...\n")
+    (backend / "base.py").write_text("class Base(nn.Module, SupportsEagle3): ...\n")
     (models / "llama.py").write_text("class LlamaForCausalLM(nn.Module, SupportsEagle3): ...\n")
     (models / "mamba.py").write_text("class MambaForCausalLM(nn.Module): ...\n")
     (models / "deepseek_v2.py").write_text(
@@ -764,14 +774,19 @@ def fake_vllm(folder):
 def test_installed_vllm(tmp_path):  # B043
     site = fake_vllm(tmp_path / "site-packages")
     assert installed.version(site, "vllm") == "0.32.0"
-    captures = {a: installed.captures(site, "vllm", f"{a}ForCausalLM") for a in ("Llama", "DeepseekV3", "Mamba", "No")}
-    assert captures == {"Llama": True, "DeepseekV3": True, "Mamba": False, "No": False}
+    captures = {
+        a: installed.captures(site, "vllm", f"{a}ForCausalLM") for a in ("Llama", "DeepseekV3", "Mamba", "Olmo3")
+    }
+    assert captures == {"Llama": True, "DeepseekV3": True, "Mamba": False, "Olmo3": True}
     drafter, target = factory.good(tmp_path, "llama")
     assert found(drafter, target, site=site) == {}
     assert found(drafter, target, site=site, version="0.20.2") == {"engine-version": "ERROR"}
     factory.edit_config(target, architectures=["MambaForCausalLM"])
     assert found(drafter, target, site=site) == {"target-architecture": "ERROR"}
     assert found(drafter, target) == {"target-architecture": "INFO"}
+    for name in ("GlmMoeDsaForCausalLM", "NotListedForCausalLM"):
+        factory.edit_config(target, architectures=[name])
+        assert found(drafter, target, site=site) == {"target-architecture": "INFO"}
 
 
 def test_installed_sglang(tmp_path):
