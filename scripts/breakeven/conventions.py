@@ -170,9 +170,11 @@ def number_of_features(engine: str, version: str, config: dict, mla: bool = Fals
     if engine == "sglang" and mla:
         ids = nested_ids if nested_ids is not None else top_ids
         return 3 if ids is None else len(ids)
-    if config.get("num_aux_hidden_states") is not None:
-        return int(config["num_aux_hidden_states"])
-    if engine == "vllm" and "Eagle3Qwen3ForCausalLM" in (config.get("architectures") or []):
+    qwen3 = engine == "vllm" and "Eagle3Qwen3ForCausalLM" in (config.get("architectures") or [])
+    for key in (*(("num_aux_layers",) if qwen3 else ()), "num_aux_hidden_states"):
+        if config.get(key) is not None:
+            return int(config[key])
+    if qwen3:
         nested_ids = top_ids or nested_ids
     return len(nested_ids) if nested_ids else 3
 

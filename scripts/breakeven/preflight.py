@@ -233,7 +233,7 @@ KINDS = {
     **dict.fromkeys(
         ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
          "num_hidden_layers", "vocab_size", "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states",
-         "max_position_embeddings", "original_max_position_embeddings", "q_lora_rank", "kv_lora_rank",
+         "num_aux_layers", "max_position_embeddings", "original_max_position_embeddings", "q_lora_rank", "kv_lora_rank",
          "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), "a whole number",
     ),
     **dict.fromkeys(("rope_theta", "factor"), "a number above 0"),
@@ -424,12 +424,17 @@ def _algorithm(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def architectures(case: Case) -> Iterator[Finding]:
-    """Whether the engine's version has classes for the drafter and can capture from the target."""
-    names = case.config.get("architectures") or []
-    name = names[0] if names else ""
+def _class_name(case: Case) -> str:
+    """The drafter's architecture as the engine looks it up."""
+    name = (case.config.get("architectures") or [""])[0]
     if case.engine == "vllm" and not (name.startswith("Eagle3") or name.endswith("Eagle3")):
         name = f"Eagle3{name}"  # transformers_utils/configs/eagle.py
+    return name
+
+
+def architectures(case: Case) -> Iterator[Finding]:
+    """Whether the engine's version has classes for the drafter and can capture from the target."""
+    names, name = case.config.get("architectures") or [], _class_name(case)
     if case.site:
         known, where = installed.knows(case.site, case.engine, name), f"the installed {case.engine}"
     else:
@@ -437,6 +442,9 @@ def architectures(case: Case) -> Iterator[Finding]:
         known, where = first is not None and not case.older(first), f"{case.engine} {case.version}"
     if not (case.speculators and case.engine == "sglang") and not known:
         certain = case.engine == "sglang" and not case.mla and name in DRAFTERS["vllm"] and not case.speculators
+        certain = (
+            certain and name != "Eagle3Qwen3ForCausalLM"
+        )  # norms its queries and keys, which no class of SGLang's does
         yield case.found(
             "drafter-architecture", "ERROR", f"architectures is {names}: {where} has no class {name!r}",
             "fails to start",
@@ -480,7 +488,7 @@ def expected_shapes(case: Case) -> dict[str, tuple[int, ...]]:
     """Required tensors of an EAGLE-3 drafter with one layer and their shapes, from its config.
 
     fc, lm_head, embed_tokens, d2t and t2d have checks of their own. MLA: vLLM deepseek_eagle3.py, SGLang
-    kimi_k25_eagle3.py; plain attention: llama_eagle3.py of both.
+    kimi_k25_eagle3.py; plain attention: llama_eagle3.py of both, vLLM qwen3_eagle3.py.
     """
     config, hidden = case.config, case.hidden or 0
     heads = config.get("num_attention_heads") or 0
@@ -511,6 +519,8 @@ def expected_shapes(case: Case) -> dict[str, tuple[int, ...]]:
         }
     head_dim = config.get("head_dim") or (hidden // heads if heads else 0)
     kv = config.get("num_key_value_heads") or heads
+    if case.engine == "vllm" and _class_name(case) == "Eagle3Qwen3ForCausalLM":
+        shapes |= {f"{attention}{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
     return shapes | {
         f"{attention}q_proj.weight": (heads * head_dim, 2 * hidden),
         f"{attention}k_proj.weight": (kv * head_dim, 2 * hidden),
@@ -912,8 +922,8 @@ def vocabularies(case: Case) -> Iterator[Finding]:
     """vocab_size and tokenizer of drafter and target; a difference in the padded tail alone is a warning."""
     own, theirs = case.config.get("vocab_size"), case.vocab
     drafter, target = _tokens(case.checkpoint), _tokens(case.target)
-    if drafter is not None and target is not None and drafter != target:
-        changed = sum(target.get(token) != i for token, i in drafter.items())
+    changed = sum(target.get(token) != i for token, i in drafter.items()) if drafter and target else 0
+    if changed:  # one that lacks tokens of the target's agrees with it otherwise
         yield case.found(
             "tokenizer", "ERROR", f"{changed} of the drafter's {len(drafter)} tokens have another id or none in the"
             f" target's {len(target)}", "uses the target's tokenizer: the drafter sees other tokens than in training",

@@ -633,6 +633,12 @@ def test_tokenizers(tmp_path):
     content = json.loads((target / "tokenizer.json").read_text())
     factory.write_json(drafter / "tokenizer.json", content)
     assert found(drafter, target) == {}
+    fewer = {"model": {"vocab": {token: i for token, i in content["model"]["vocab"].items() if i < 90}}}
+    factory.write_json(drafter / "tokenizer.json", fewer)
+    assert found(drafter, target) == {}
+    factory.edit_config(drafter, vocab_size=90)
+    assert found(drafter, target)["vocabulary-size"] == "ERROR"
+    factory.edit_config(drafter, vocab_size=96)
     content["model"]["vocab"]["token7"] = 8
     factory.write_json(drafter / "tokenizer.json", content)
     assert found(drafter, target) == {"tokenizer": "ERROR"}
@@ -644,6 +650,22 @@ def test_no_dtype_in_the_config(tmp_path):
         factory.edit_config(folder, torch_dtype=dtype)
     assert found(drafter, target, "sglang", "0.5.23") == {"dtype": "ERROR"}  # float16 is what it takes then
     assert found(drafter, target, "vllm") == {}
+
+
+def test_qwen3_class_of_vllm(tmp_path):
+    drafter, target = factory.good(tmp_path, "qwen3")
+    factory.edit_config(drafter, architectures=["Eagle3Qwen3ForCausalLM"], model_type="qwen3")
+    assert found(drafter, target) == {"tensor-missing": "ERROR"}
+    norms = {f"midlayer__self_attn__{name}__weight": np.ones(8, np.float32) for name in ("q_norm", "k_norm")}
+    put(**norms)(drafter, target)
+    assert found(drafter, target) == {}
+    factory.edit_config(drafter, num_aux_layers=3, num_aux_hidden_states=4)
+    assert found(drafter, target) == {}  # this class reads num_aux_layers first
+    put(midlayer__self_attn__q_norm__weight=np.ones(32, np.float32))(drafter, target)
+    assert found(drafter, target) == {"head-shape": "ERROR"}
+    report = preflight.examine(case_of(drafter, target, "sglang", "0.5.23"))
+    # SGLang has no such class, and another name does not give it one
+    assert {"drafter-architecture", "tensor-extra"} <= {f.id for f in report if not f.fix}
 
 
 def test_dtype_goes_before_torch_dtype(tmp_path):
