@@ -100,7 +100,8 @@ def layers_option(text: str, n_layers: int) -> list[int]:
 def default_runner(version: str) -> str:
     """The model runner vLLM picks on a GPU with Triton: "v1" | "v2" (VLLM_USE_V2_MODEL_RUNNER overrides it).
 
-    Between 0.22.0 and 0.28.0 it depends on the target's architecture, and without Triton (CPU) it is v1.
+    Between 0.22.0 and 0.28.0 it depends on the target's architecture, and without Triton (installed.without_triton) it
+    is v1.
     """
     return "v2" if since("vllm", version, "v2 runner for all") else "v1"
 

