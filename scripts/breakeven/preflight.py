@@ -1308,6 +1308,11 @@ def serving(case: Case) -> Iterator[Finding]:
                 f"takes {auto[0]} steps, topk {auto[1]}, {auto[2]} draft tokens for {case.target_architecture}",
             )  # fmt: skip
         return
+    elif (steps or 0) >= 1 and topk == 1 and tokens is None:
+        yield case.found(
+            "draft-tokens", "WARN", f"steps {steps}, topk 1 and no draft tokens", f"sets draft tokens to {steps + 1}"
+        )
+        tokens = steps + 1
     elif len(given) < 3:
         yield case.found(
             "draft-tokens", "ERROR", f"steps {steps}, topk {topk}, draft tokens {tokens}: all three or none",

@@ -599,7 +599,8 @@ def test_speculators_format(tmp_path):
     [
         (3, 1, 4, 3, None), (3, 1, 4, None, None), (5, 1, 16, None, "ERROR"), (5, 1, 4, None, "WARN"),
         (5, 4, 8, None, None), (2, 2, 8, None, "ERROR"), (3, None, 4, None, "ERROR"), (0, 1, 1, None, "ERROR"),
-        (4, 1, 5, 3, "ERROR"),
+        (4, 1, 5, 3, "ERROR"), (3, 1, None, 3, "WARN"), (3, 4, None, None, "ERROR"), (None, 1, None, None, "ERROR"),
+        (0, 1, None, None, "ERROR"),
     ],
 )  # fmt: skip
 def test_three_numbers_of_sglang(tmp_path, steps, topk, tokens, k, level):  # B046, B047
