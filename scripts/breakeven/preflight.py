@@ -638,8 +638,15 @@ def widths(case: Case) -> Iterator[Finding]:
             "hidden-size", "ERROR", f"target_hidden_size is {stated}, the target's hidden_size is {target}",
             "builds fc for another width",
         )  # fmt: skip
+    null = stated is None and "target_hidden_size" in case.config and not (case.engine == "sglang" and case.mla)
+    if null:
+        yield case.found(
+            "hidden-size", "ERROR", "target_hidden_size is null", "multiplies with it: a TypeError at start",
+            f"write {target}, or leave the key out",
+            lambda config, _: (config.get("transformer_layer_config") or config).update(target_hidden_size=target),
+        )  # fmt: skip
     if hidden != target:
-        if stated is None:
+        if stated is None and not null:
             yield case.found(
                 "hidden-size", "ERROR",
                 f"drafter hidden_size {hidden}, target {target}, and no target_hidden_size in the config",

@@ -109,6 +109,17 @@ def test_wider_target_with_everything_stated(tmp_path):  # B013
         assert found(drafter, target, engine, version) == {}
 
 
+@pytest.mark.parametrize(("engine", "version"), NEWEST)
+def test_target_hidden_size_null(tmp_path, engine, version):
+    drafter, target = factory.good(tmp_path, "llama")
+    factory.edit_config(drafter, target_hidden_size=None)
+    case = case_of(drafter, target, engine, version)
+    report = preflight.examine(case)
+    assert [(f.id, f.level) for f in report] == [("hidden-size", "ERROR")]
+    preflight.fix(case, report, tmp_path / "mended")
+    assert found(tmp_path / "mended", target, engine, version) == {}
+
+
 # --- one fault each, on both engines ---
 
 
