@@ -113,10 +113,12 @@ def check(args: argparse.Namespace, run: diagnose.Run) -> list[str]:
             "speculative_eagle_topk": settings.topk if settings else None,
             "speculative_num_draft_tokens": run.draft_tokens,
         }
+        if None in flags.values():
+            flags = {}  # what was not told here may have been set there
     case = preflight.Case(
         checkpoint=args.checkpoint, target=args.target, engine=run.engine, version=run.version, k=run.depth,
         algorithm=settings.algorithm if settings else None,
-        flags={key: value for key, value in flags.items() if value is not None},
+        flags=flags,
     )  # fmt: skip
     found = preflight.examine(case)
     return [f"{f.level} {f.id}: {f.message}; {f.effect}; mend: {f.mend}" for f in found] or ["no finding"]

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from breakeven import artefacts, target
+from breakeven import artefacts, configs, target
 from breakeven.cli import UserError
-from breakeven.conventions import default_layers, export_ids, family
+from breakeven.conventions import NEWEST, captured, export_ids, family, written_ids
 from breakeven.drafter import Drafter, DrafterConfig
 from breakeven.mla import LatentShape
 from breakeven.vocabulary import target_ids
@@ -89,9 +89,18 @@ def save(
 def read_config(folder: Path, target_folder: Path) -> DrafterConfig:
     """The drafter's shape from its config.json; layers from the manifest where there is one, else from the config.
 
-    Raises UserError where the checkpoint is no EAGLE-3 drafter with the attention of Llama or MLA.
+    A config in the speculators format is read as vLLM reads it. Raises UserError where the checkpoint is no EAGLE-3
+    drafter with the attention of Llama or MLA.
     """
     config = artefacts.read_json(folder / "config.json")
+    kind = config.get("speculators_model_type")
+    if kind not in (None, "eagle3"):
+        raise UserError(
+            f"{folder}: speculators_model_type {kind} cannot be evaluated offline, eagle3 can (arms of the benchmark can"
+            " still serve it)"
+        )
+    if kind:
+        config = configs.from_speculators(config)
     architecture = (config.get("architectures") or ["none"])[0]
     if "Eagle3" not in architecture:
         raise UserError(
@@ -101,7 +110,7 @@ def read_config(folder: Path, target_folder: Path) -> DrafterConfig:
     target_config = target.text_config(target_folder)
     stated = {key: value for key, value in target_config.items() if key not in OWN} | config
     shape = DrafterConfig.from_target(stated, config.get("draft_vocab_size") or config["vocab_size"], [])
-    shape.layers = layers(folder, config, target_config["num_hidden_layers"])
+    shape.layers = layers(folder, config, target_config)
     nested = config.get("eagle_config") or {}
     # Read as vLLM reads them: norm_before_fc may stand in eagle_config, the others stand at the top level only.
     shape.norm_before_fc = bool(nested.get("norm_before_fc", config.get("norm_before_fc", False)))
@@ -111,15 +120,16 @@ def read_config(folder: Path, target_folder: Path) -> DrafterConfig:
     return shape
 
 
-def layers(folder: Path, config: dict[str, Any], n_layers: int) -> list[int]:
-    """The physical layers a checkpoint was trained on: its manifest's, else what vLLM makes of its config."""
+def layers(folder: Path, config: dict[str, Any], target_config: dict[str, Any]) -> list[int]:
+    """The physical layers a checkpoint was trained on: its manifest's, else what the ids in its config say.
+
+    Ids that vLLM reads are taken as vLLM takes them, those in eagle_config alone, and none, as SGLang does.
+    """
     manifest = folder / "manifest.json"
     if manifest.is_file():
         return artefacts.read_manifest(manifest, "drafter")["parameters"]["layers"]
-    ids = config.get("eagle_aux_hidden_state_layer_ids")
-    if ids is None:
-        ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    return sorted(ids) if ids else default_layers(n_layers)
+    engine = "vllm" if written_ids("vllm", NEWEST["vllm"], config) else "sglang"
+    return captured(engine, NEWEST[engine], family(target_config), config, target_config["num_hidden_layers"])
 
 
 def load(folder: Path, target_folder: Path, device: str) -> tuple[Drafter, Tensor]:

@@ -14,7 +14,11 @@ from breakeven.cli import UserError
 ENGINES = ("vllm", "sglang")
 NEWEST = {"vllm": "0.32.0", "sglang": "0.5.23"}  # the newest release of each engine that was read
 OLDEST = {"vllm": "0.20.2", "sglang": "0.5.5"}
-FAMILIES = ("llama", "deepseek", "gpt-oss")  # Qwen 2, 2.5 and 3 follow the rules of Llama, Kimi-K2.x those of DeepSeek
+# Whose rules for layer ids a target follows; Qwen and most others follow Llama's. This says nothing of its attention.
+FAMILIES = ("llama", "deepseek", "gpt-oss", "minimax-m3-vl")
+# SGLang runs these with DeepSeek's class or a copy of its rule (glm4_moe_lite.py, glm4_moe.py, mistral_large_3.py).
+DEEPSEEK_TYPES = ("deepseek", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa")
+DEEPSEEK_CLASSES = ("Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "MistralLarge3ForCausalLM")
 
 # First version in which each thing is so; read in that version and in the newest older one named behind it.
 SINCE = {
@@ -57,22 +61,26 @@ def text_config(config: dict) -> dict:
     """The language model's part of a target's config.json (multimodal targets such as Kimi-K2.5 nest it)."""
     for key in ("text_config", "language_config", "llm_config"):
         if isinstance(config.get(key), dict):
-            return {**config[key], "architectures": config.get("architectures", config[key].get("architectures"))}
+            names = config.get("architectures") or config[key].get("architectures")
+            return config[key] | ({"architectures": names} if names else {})
     return config
 
 
 def family(target_config: dict) -> str:
-    """Which of FAMILIES a target's layer ids follow, from its model_type."""
-    model_type = str(text_config(target_config).get("model_type", ""))
-    if model_type.startswith(("deepseek", "kimi_k2")):
+    """Which of FAMILIES a target's layer ids follow, from its architecture and model_type."""
+    config = text_config(target_config)
+    model_type, name = str(config.get("model_type", "")), (config.get("architectures") or [""])[0]
+    if model_type.startswith(DEEPSEEK_TYPES) or name in DEEPSEEK_CLASSES:
         return "deepseek"
+    if name == "MiniMaxM3SparseForConditionalGeneration":
+        return "minimax-m3-vl"
     if model_type.startswith("gpt_oss"):
         return "gpt-oss"
     return "llama"
 
 
 def default_layers(n_layers: int) -> list[int]:
-    """The three features every engine and version takes where the config names none: inputs of 2, N // 2, N - 3."""
+    """The features engines take where the config names none (captured has the exception): inputs of 2, N // 2, N - 3."""
     return [2, n_layers // 2, n_layers - 3]
 
 
@@ -92,7 +100,8 @@ def layers_option(text: str, n_layers: int) -> list[int]:
 def default_runner(version: str) -> str:
     """The model runner vLLM picks on a GPU with Triton: "v1" | "v2" (VLLM_USE_V2_MODEL_RUNNER overrides it).
 
-    Between 0.22.0 and 0.28.0 it depends on the target's architecture, and without Triton (CPU) it is v1.
+    Between 0.22.0 and 0.28.0 it depends on the target's architecture, and without Triton (installed.without_triton) it
+    is v1.
     """
     return "v2" if since("vllm", version, "v2 runner for all") else "v1"
 
@@ -126,12 +135,14 @@ def captured(
 
     vLLM (0.20.2 to 0.32.0, `interfaces.py`, the targets' `forward`): id k is the input of layer k; N counts, for
     DeepSeek from 0.25.1. SGLang (`set_eagle3_layers_to_capture`): Llama, Qwen: id + 1. DeepSeek: id + 1 up to 0.5.12,
-    then as written unless the first id is 1. gpt-oss: id + 1, as written from 0.5.17 if the largest id is N. The last
-    layer's output is reached for gpt-oss only.
+    then as written unless the first id is 1. gpt-oss: id + 1, as written from 0.5.17 if the largest id is N. MiniMax-M3
+    with vision (minimax_m3_vl.py): id + 1, and 1 more than elsewhere where no ids are written. The last layer's output is
+    reached for gpt-oss only.
     """
     ids = written_ids(engine, version, config, runner)
     if ids is None:
-        return default_layers(n_layers)
+        shift = int((engine, family) == ("sglang", "minimax-m3-vl"))
+        return [k + shift for k in default_layers(n_layers)]
     last_reached = True
     if engine == "vllm":
         last_reached = family != "deepseek" or since("vllm", version, "last layer, deepseek")
@@ -160,9 +171,11 @@ def number_of_features(engine: str, version: str, config: dict, mla: bool = Fals
     if engine == "sglang" and mla:
         ids = nested_ids if nested_ids is not None else top_ids
         return 3 if ids is None else len(ids)
-    if config.get("num_aux_hidden_states") is not None:
-        return int(config["num_aux_hidden_states"])
-    if engine == "vllm" and "Eagle3Qwen3ForCausalLM" in (config.get("architectures") or []):
+    qwen3 = engine == "vllm" and "Eagle3Qwen3ForCausalLM" in (config.get("architectures") or [])
+    for key in (*(("num_aux_layers",) if qwen3 else ()), "num_aux_hidden_states"):
+        if config.get(key) is not None:
+            return int(config[key])
+    if qwen3:
         nested_ids = top_ids or nested_ids
     return len(nested_ids) if nested_ids else 3
 
@@ -178,14 +191,14 @@ def most_draft_tokens(steps: int, topk: int) -> int:
 def export_ids(layers: list[int], family: str, n_layers: int) -> dict:
     """The config.json keys from which both engines capture exactly these physical tensors.
 
-    Empty for the default layers, which both take where no ids are written. Otherwise the top-level key carries vLLM's
-    convention and `eagle_config` SGLang's. Raises a UserError for layers that SGLang cannot capture: 0
+    Empty for the default layers where both take them without ids (not for MiniMax-M3 with vision). Otherwise the top-level
+    key carries vLLM's convention and `eagle_config` SGLang's. Raises a UserError for layers that SGLang cannot capture: 0
     (older versions add a residual that is not there yet) and, except for gpt-oss, N.
     """
     layers = list(layers)
     if layers != sorted(set(layers)) or not layers or layers[0] < 1 or layers[-1] > n_layers:
         raise UserError(f"layers {layers}: write ascending, distinct numbers between 1 and {n_layers}")
-    if layers == default_layers(n_layers):
+    if layers == default_layers(n_layers) and family != "minimax-m3-vl":
         return {}
     if layers[-1] == n_layers and family != "gpt-oss":
         raise UserError(

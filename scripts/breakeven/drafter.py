@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from breakeven import mla
+from breakeven.configs import rope
 from breakeven.mla import LatentAttention, LatentShape
 from breakeven.norm import RMSNorm
-from breakeven.target import computes_bfloat16, rope
+from breakeven.target import computes_bfloat16
 
 # cuDNN's attention plans anew for every shape, and batches differ: 55 ms a call where the kernel takes 0.1 (H200).
 torch.backends.cuda.enable_cudnn_sdp(False)

@@ -176,6 +176,10 @@ CHECKS = {
         "ERROR/WARN", "the RoPE base is spelled as this version does not read it", "SGLang <= 0.5.9, vLLM on "
         "transformers 4", "write both spellings (--fix does)",
     ),
+    "rope-scaling": Check(
+        "ERROR", "rope_scaling and rope_parameters say different things", "both: rope_scaling holds, no word",
+        "write the scaling of training in both",
+    ),
     "rope-target": Check(
         "WARN", "RoPE base or scaling differs from the target's and no manifest says it was trained so", "both",
         "use the target's",

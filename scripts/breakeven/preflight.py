@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from breakeven import conventions, headers, installed
+from breakeven import configs, conventions, headers, installed
 from breakeven.artefacts import hashes, read_json, write_json
 from breakeven.cli import UserError
 from breakeven.findings import CHECKS, LEVELS, Finding
@@ -90,12 +90,15 @@ class Case:
                 raise UserError(f"{folder}: no config.json there; give a folder with a model")
         self.raw_config = _read_config(self.checkpoint / "config.json")
         self.speculators = "speculators_model_type" in self.raw_config
-        self.config = _from_speculators(self.raw_config) if self.speculators else self.raw_config
+        self.config = configs.from_speculators(self.raw_config) if self.speculators else self.raw_config
         whole = _read_config(self.target / "config.json")
         self.target_architecture = (whole.get("architectures") or [""])[0]
         self.target_config = conventions.text_config(whole)
         self.target_dtype = _dtype(self.target_config) or _dtype(whole)
         self.family = conventions.family(whole)
+        without = self.engine == "vllm" and self.site is not None and installed.without_triton(self.site)
+        self.runner = "v1" if without else None  # None: vLLM's choice on a GPU
+        self.target_mla = bool(self.target_config.get("kv_lora_rank"))
         for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
             if not isinstance(self.target_config.get(key), int):
                 raise UserError(f"{self.target / 'config.json'}: key {key!r} is missing; it is needed here")
@@ -169,7 +172,7 @@ def summary(case: Case) -> dict[str, Any]:
     shared = case.engine == "sglang" and case.hidden == case.target_hidden  # SGLang's set_embed
     own_embeddings = "embed_tokens.weight" in case.tensors and not shared
     n_layers = case.target_config["num_hidden_layers"]
-    captured = conventions.captured(case.engine, case.version, case.family, case.config, n_layers)
+    captured = conventions.captured(case.engine, case.version, case.family, case.config, n_layers, case.runner)
     if case.engine == "sglang" and (case.algorithm or "EAGLE3").upper() != "EAGLE3":
         captured = []
     return {
@@ -232,7 +235,7 @@ KINDS = {
     **dict.fromkeys(
         ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
          "num_hidden_layers", "vocab_size", "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states",
-         "max_position_embeddings", "original_max_position_embeddings", "q_lora_rank", "kv_lora_rank",
+         "num_aux_layers", "max_position_embeddings", "original_max_position_embeddings", "q_lora_rank", "kv_lora_rank",
          "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), "a whole number",
     ),
     **dict.fromkeys(("rope_theta", "factor"), "a number above 0"),
@@ -278,20 +281,6 @@ def _read_config(file: Path) -> dict:
     return content
 
 
-def _from_speculators(raw: dict) -> dict:
-    """The config vLLM makes of a speculators-format one (transformers_utils/configs/speculators/algos.py)."""
-    config = dict(raw.get("transformer_layer_config") or {})
-    for key in ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids"):
-        if raw.get(key) is not None:
-            config[key] = raw[key]
-    config["norm_before_residual"] = raw.get("norm_before_residual", True)  # the only flag that defaults to true
-    for key in ("norm_before_fc", "fc_norm", "norm_output"):
-        config[key] = raw.get(key, False)
-    model_type = config.get("model_type", "llama")
-    config["architectures"] = [{"qwen3": "Eagle3Qwen3ForCausalLM"}.get(model_type, "Eagle3LlamaForCausalLM")]
-    return config
-
-
 def _plain_name(name: str) -> str:
     """One spelling for the names in use: midlayer for the first layer, SGLang's old names for fc_norm."""
     name = name.removeprefix("model.")
@@ -318,7 +307,7 @@ def _kind(case: Case) -> str:
 
 
 def _dtype(config: dict) -> str | None:
-    value = config.get("torch_dtype") or config.get("dtype")
+    value = config.get("dtype") or config.get("torch_dtype")  # transformers keeps dtype where both are written
     return str(value).removeprefix("torch.") if value else None
 
 
@@ -437,12 +426,17 @@ def _algorithm(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def architectures(case: Case) -> Iterator[Finding]:
-    """Whether the engine's version has classes for the drafter and can capture from the target."""
-    names = case.config.get("architectures") or []
-    name = names[0] if names else ""
+def _class_name(case: Case) -> str:
+    """The drafter's architecture as the engine looks it up."""
+    name = (case.config.get("architectures") or [""])[0]
     if case.engine == "vllm" and not (name.startswith("Eagle3") or name.endswith("Eagle3")):
         name = f"Eagle3{name}"  # transformers_utils/configs/eagle.py
+    return name
+
+
+def architectures(case: Case) -> Iterator[Finding]:
+    """Whether the engine's version has classes for the drafter and can capture from the target."""
+    names, name = case.config.get("architectures") or [], _class_name(case)
     if case.site:
         known, where = installed.knows(case.site, case.engine, name), f"the installed {case.engine}"
     else:
@@ -450,6 +444,9 @@ def architectures(case: Case) -> Iterator[Finding]:
         known, where = first is not None and not case.older(first), f"{case.engine} {case.version}"
     if not (case.speculators and case.engine == "sglang") and not known:
         certain = case.engine == "sglang" and not case.mla and name in DRAFTERS["vllm"] and not case.speculators
+        certain = (
+            certain and name != "Eagle3Qwen3ForCausalLM"
+        )  # norms its queries and keys, which no class of SGLang's does
         yield case.found(
             "drafter-architecture", "ERROR", f"architectures is {names}: {where} has no class {name!r}",
             "fails to start",
@@ -457,8 +454,15 @@ def architectures(case: Case) -> Iterator[Finding]:
             (lambda config, _: config.update(architectures=["LlamaForCausalLMEagle3"])) if certain else None,
         )  # fmt: skip
     target = case.target_architecture
+    unknown = f"whether {case.engine} {case.version} captures from {target} is not known here"
     if case.site:
-        if not installed.captures(case.site, case.engine, target):
+        answer = installed.captures(case.site, case.engine, target)
+        if answer is None:
+            yield case.found(
+                "target-architecture", "INFO", unknown, "fails after loading the target if it cannot",
+                "its class cannot be read from the installed engine; try the server once",
+            )  # fmt: skip
+        elif not answer:
             mark = "SupportsEagle3" if case.engine == "vllm" else "set_eagle3_layers_to_capture"
             known = "has no " + mark if installed.knows(case.site, case.engine, target) else "is unknown"
             yield case.found(
@@ -469,7 +473,7 @@ def architectures(case: Case) -> Iterator[Finding]:
     first = TARGETS[case.engine].get(target)
     if first is None:
         yield case.found(
-            "target-architecture", "INFO", f"whether {case.engine} {case.version} captures from {target} is not known here",
+            "target-architecture", "INFO", unknown,
             "fails after loading the target if it cannot", "give --engine-python to read it from the installed engine",
         )  # fmt: skip
     elif case.older(first):
@@ -486,7 +490,7 @@ def expected_shapes(case: Case) -> dict[str, tuple[int, ...]]:
     """Required tensors of an EAGLE-3 drafter with one layer and their shapes, from its config.
 
     fc, lm_head, embed_tokens, d2t and t2d have checks of their own. MLA: vLLM deepseek_eagle3.py, SGLang
-    kimi_k25_eagle3.py; plain attention: llama_eagle3.py of both.
+    kimi_k25_eagle3.py; plain attention: llama_eagle3.py of both, vLLM qwen3_eagle3.py.
     """
     config, hidden = case.config, case.hidden or 0
     heads = config.get("num_attention_heads") or 0
@@ -517,6 +521,8 @@ def expected_shapes(case: Case) -> dict[str, tuple[int, ...]]:
         }
     head_dim = config.get("head_dim") or (hidden // heads if heads else 0)
     kv = config.get("num_key_value_heads") or heads
+    if case.engine == "vllm" and _class_name(case) == "Eagle3Qwen3ForCausalLM":
+        shapes |= {f"{attention}{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
     return shapes | {
         f"{attention}q_proj.weight": (heads * head_dim, 2 * hidden),
         f"{attention}k_proj.weight": (kv * head_dim, 2 * hidden),
@@ -632,8 +638,15 @@ def widths(case: Case) -> Iterator[Finding]:
             "hidden-size", "ERROR", f"target_hidden_size is {stated}, the target's hidden_size is {target}",
             "builds fc for another width",
         )  # fmt: skip
+    null = stated is None and "target_hidden_size" in case.config and not (case.engine == "sglang" and case.mla)
+    if null:
+        yield case.found(
+            "hidden-size", "ERROR", "target_hidden_size is null", "multiplies with it: a TypeError at start",
+            f"write {target}, or leave the key out",
+            lambda config, _: (config.get("transformer_layer_config") or config).update(target_hidden_size=target),
+        )  # fmt: skip
     if hidden != target:
-        if stated is None:
+        if stated is None and not null:
             yield case.found(
                 "hidden-size", "ERROR",
                 f"drafter hidden_size {hidden}, target {target}, and no target_hidden_size in the config",
@@ -918,8 +931,8 @@ def vocabularies(case: Case) -> Iterator[Finding]:
     """vocab_size and tokenizer of drafter and target; a difference in the padded tail alone is a warning."""
     own, theirs = case.config.get("vocab_size"), case.vocab
     drafter, target = _tokens(case.checkpoint), _tokens(case.target)
-    if drafter is not None and target is not None and drafter != target:
-        changed = sum(target.get(token) != i for token, i in drafter.items())
+    changed = sum(target.get(token) != i for token, i in drafter.items()) if drafter and target else 0
+    if changed:  # one that lacks tokens of the target's agrees with it otherwise
         yield case.found(
             "tokenizer", "ERROR", f"{changed} of the drafter's {len(drafter)} tokens have another id or none in the"
             f" target's {len(target)}", "uses the target's tokenizer: the drafter sees other tokens than in training",
@@ -951,11 +964,11 @@ def layers(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
         return
     wanted = list(case.layers if case.layers is not None else wanted) if (case.layers or wanted) else None
-    ids = conventions.written_ids(engine, version, config)
-    got = conventions.captured(engine, version, case.family, config, n)
+    ids = conventions.written_ids(engine, version, config, case.runner)
+    got = conventions.captured(engine, version, case.family, config, n, case.runner)
     written = f"ids {_number_list(ids)}" if ids else "no ids it reads (the default)"
     runners = {}
-    if engine == "vllm" and not case.older("0.22.0"):
+    if engine == "vllm" and not case.older("0.22.0") and case.runner is None:
         runners = {r: conventions.captured(engine, version, case.family, config, n, r) for r in ("v1", "v2")}
     if wanted and wanted != sorted(set(wanted)):
         yield case.found(
@@ -1074,85 +1087,72 @@ def norm_flags(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _rope_parameters(config: dict) -> dict:
-    """rope_parameters, of the full-attention layers where there is one set per kind of layer."""
-    nested = config.get("rope_parameters") or {}
-    kinds = {name: value for name, value in nested.items() if isinstance(value, dict)}
-    return kinds.get("full_attention") or next(iter(kinds.values()), nested)
-
-
-def _theta(config: dict) -> tuple[float | None, float | None]:
-    """(rope_theta, rope_parameters.rope_theta), each None where it is not written."""
-    nested, top = _rope_parameters(config), config.get("rope_theta")
-    return (None if top is None else float(top)), (
-        float(nested["rope_theta"]) if isinstance(nested.get("rope_theta"), (int, float)) else None
-    )
-
-
-def _scaling(config: dict) -> dict | None:
-    """RoPE scaling in one spelling, None for none."""
-    scaling = dict(_rope_parameters(config) or config.get("rope_scaling") or {})
-    kind = scaling.pop("rope_type", None) or scaling.pop("type", None)
-    scaling.pop("type", None)
-    scaling.pop("rope_theta", None)
-    return None if kind in (None, "default") else {"rope_type": kind, **scaling}
-
-
 def rope(case: Case) -> Iterator[Finding]:
     """RoPE base and scaling, in both spellings, as the engine reads them.
 
-    transformers 5 (SGLang >= 0.5.10, vLLM from 0.31.0 in any case) reads both and lets rope_parameters win;
-    transformers 4 (SGLang <= 0.5.9; vLLM 0.20.2 as locked here) knows rope_theta only and defaults to 10,000.
+    transformers 5 (SGLang >= 0.5.10, vLLM from 0.31.0 in any case) reads both, and a rope_scaling that is set replaces
+    rope_parameters, base and all; transformers 4 (SGLang <= 0.5.9; vLLM 0.20.2 as locked here) knows rope_theta and
+    rope_scaling only and defaults to 10,000.
     """
-    top, nested = _theta(case.config)
+    sets = {key: configs.plain_rope(case.config.get(key)) for key in ("rope_parameters", "rope_scaling")}
+    bases = {"rope_theta": case.config.get("rope_theta")}
+    bases |= {f"{key}.rope_theta": parameters.get("rope_theta") for key, parameters in sets.items()}
+    bases = {key: float(value) for key, value in bases.items() if value}
     old = case.engine == "sglang" and case.older("0.5.10")
-    both = nested if nested is not None else top
-    read = (top if old else both) or 10000.0
+    maybe_old = old or (case.engine == "vllm" and case.older("0.31.0"))
+    both, own = configs.rope(case.config)
+    read = bases.get("rope_theta", 10000.0) if old else both
     trained = case.manifest.get("rope_theta")
+    if sets["rope_parameters"].get("type") and sets["rope_parameters"].get("rope_type") == "default":
+        del sets["rope_parameters"]["rope_type"]  # checkpoints trained here once carried both
+    parameters, scaling = (configs.scaling_of(sets[key]) for key in ("rope_parameters", "rope_scaling"))
+    # What transformers adds to one of them (the original length, for one) is no disagreement.
+    common = {"rope_type", *(parameters or {})} & {"rope_type", *(scaling or {})}
+    disagree = all(sets.values()) and any((parameters or {}).get(key) != (scaling or {}).get(key) for key in common)
 
     def write_both(theta):
         def mend(config, _):
             config = config.get("transformer_layer_config") or config
+            chosen = configs.plain_rope(config.get("rope_scaling") or config.get("rope_parameters"))
+            kind = chosen.pop("rope_type", None) or chosen.get("type") or "default"
+            chosen.pop("type", None)
             config["rope_theta"] = theta
-            config["rope_parameters"] = {
-                "rope_type": "default", **(config.get("rope_parameters") or config.get("rope_scaling") or {}),
-                "rope_theta": theta,
-            }  # fmt: skip
+            config["rope_parameters"] = {**chosen, "rope_type": kind, "rope_theta": theta}
+            if config.get("rope_scaling"):
+                config["rope_scaling"] = dict(config["rope_parameters"])
 
         return mend
 
-    if top is not None and nested is not None and top != nested:
+    if disagree:
         yield case.found(
-            "rope-theta", "ERROR", f"rope_theta is {top:g}, rope_parameters.rope_theta is {nested:g}",
-            f"uses {read:g}; other versions use the other",
-            fix=write_both(float(trained)) if trained is not None else None,
+            "rope-scaling", "ERROR", f"rope_scaling is {scaling}, rope_parameters is {parameters}",
+            "rotates as rope_scaling says, no word",
         )  # fmt: skip
-    elif (
-        top is None
-        and nested is not None
-        and nested != 10000.0
-        and (old or (case.engine == "vllm" and case.older("0.31.0")))
-    ):
+    if any(base != both for base in bases.values()):
+        text = ", ".join(f"{key} is {base:g}" for key, base in bases.items())
+        yield case.found(
+            "rope-theta", "ERROR",
+            text + ("" if len(bases) > 1 else ", which rope_scaling puts out of force: without a base it means 10000"),
+            f"uses {read:g}; other versions use another",
+            fix=write_both(float(trained)) if trained is not None and not disagree else None,
+        )  # fmt: skip
+    elif "rope_theta" not in bases and both != 10000.0 and maybe_old:
         yield case.found(
             "rope-spelling", "ERROR" if old else "WARN",
-            f"RoPE base {nested:g} stands in rope_parameters only; without rope_theta it reads as 10000"
+            f"RoPE base {both:g} does not stand as rope_theta; without it it reads as 10000"
             + ("" if old else " where transformers 4 is installed"),
-            "rotates with another base than in training, no word", fix=write_both(nested),
+            "rotates with another base than in training, no word", fix=write_both(both),
         )  # fmt: skip
     elif trained is not None and float(trained) != read:
         yield case.found(
             "rope-theta", "ERROR", f"trained with RoPE base {float(trained):g}, the config gives {read:g}",
             "rotates with another base than in training, no word", fix=write_both(float(trained)),
         )  # fmt: skip
-    target_top, target_nested = _theta(case.target_config)
-    target = (target_nested if target_nested is not None else target_top) or 10000.0
-    alike = case.mla == (case.family == "deepseek")  # plain attention under MLA rotates other dimensions anyway
-    if trained is None and (both or 10000.0) != target and alike:
-        yield case.found(
-            "rope-target", "WARN", f"RoPE base {both or 10000.0:g}, the target's is {target:g}", "uses the drafter's"
-        )
-    own, theirs = _scaling(case.config), _scaling(case.target_config)
-    if own and not case.config.get("rope_scaling") and (old or (case.engine == "vllm" and case.older("0.31.0"))):
+    target, theirs = configs.rope(case.target_config)
+    alike = case.mla == case.target_mla  # plain attention under MLA rotates other dimensions anyway
+    if trained is None and both != target and alike:
+        yield case.found("rope-target", "WARN", f"RoPE base {both:g}, the target's is {target:g}", "uses the drafter's")
+    if own and not case.config.get("rope_scaling") and maybe_old:
         yield case.found(
             "rope-spelling", "ERROR" if old else "WARN",
             f"RoPE scaling {own['rope_type']} stands in rope_parameters only; without rope_scaling it reads as none"
@@ -1163,7 +1163,7 @@ def rope(case: Case) -> Iterator[Finding]:
         yield case.found(
             "rope-target", "WARN", f"RoPE scaling is {own}, the target's is {theirs}", "uses the drafter's"
         )
-    if case.mla and case.engine == "vllm" and case.older("0.28.0") and own is None and both not in (None, 10000.0):
+    if case.mla and case.engine == "vllm" and case.older("0.28.0") and own is None and both != 10000.0:
         yield case.found(
             "rope-mla", "WARN", f"MLA drafter with RoPE base {both:g} and no scaling",
             "rebuilds the RoPE settings without the base: 10000 with transformers 4, no start with transformers 5",
@@ -1190,7 +1190,7 @@ def positions(case: Case) -> Iterator[Finding]:
     named = own is not None
     own = own if named else 2048  # LlamaConfig's default
     if case.engine == "sglang":
-        scaling = _scaling(case.config) or {}
+        scaling = configs.rope(case.config)[1] or {}
         if "original_max_position_embeddings" not in scaling and scaling.get("rope_type") != "llama3":
             own = int(own * scaling.get("factor", 1))  # get_context_length
     need = case.max_model_len or case.target_config.get("max_position_embeddings") or 0
@@ -1234,7 +1234,7 @@ def dtypes(case: Case) -> Iterator[Finding]:
             yield case.found(
                 "dtype", "ERROR", f"drafter dtype {own or 'not in the config'}, target {theirs}",
                 f"loads the drafter as {loaded} beside a {theirs} target: a dtype error or wrong values",
-                fix=lambda config, _: config.update(torch_dtype=theirs),
+                fix=lambda config, _: config.update(dtype=theirs, torch_dtype=theirs),
             )  # fmt: skip
     elif (own is not None and own != theirs) or (own is None and stored - {theirs, "float32"}):
         yield case.found(
@@ -1260,7 +1260,7 @@ def biases(case: Case) -> Iterator[Finding]:
 
 def backends(case: Case) -> Iterator[Finding]:
     """A drafter with plain attention under an MLA target, on SGLang."""
-    if case.engine != "sglang" or case.mla or case.family != "deepseek":
+    if case.engine != "sglang" or case.mla or not case.target_mla:
         return
     if not case.flags.get("speculative_draft_attention_backend"):
         yield case.found(
@@ -1315,6 +1315,11 @@ def serving(case: Case) -> Iterator[Finding]:
                 f"takes {auto[0]} steps, topk {auto[1]}, {auto[2]} draft tokens for {case.target_architecture}",
             )  # fmt: skip
         return
+    elif (steps or 0) >= 1 and topk == 1 and tokens is None:
+        yield case.found(
+            "draft-tokens", "WARN", f"steps {steps}, topk 1 and no draft tokens", f"sets draft tokens to {steps + 1}"
+        )
+        tokens = steps + 1
     elif len(given) < 3:
         yield case.found(
             "draft-tokens", "ERROR", f"steps {steps}, topk {topk}, draft tokens {tokens}: all three or none",

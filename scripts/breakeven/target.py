@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from breakeven import artefacts, machine
+from breakeven import artefacts, conventions, machine
 from breakeven.cli import UserError
 
 
@@ -16,22 +16,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def text_config(folder: Path | str) -> dict[str, Any]:
     """config.json of the target, or its `text_config` for multi-modal ones (Kimi-K2.5 and others)."""
     artefacts.verify(Path(folder) / "config.json")
-    config = artefacts.read_json(Path(folder) / "config.json")
-    return config.get("text_config", config)
-
-
-def rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """RoPE base and scaling of a config in either spelling.
-
-    transformers 5 writes `rope_parameters` {rope_theta, rope_type, ...}; older ones `rope_theta` and `rope_scaling`.
-    Returns (theta, scaling), scaling None for the plain rotation.
-    """
-    parameters = config.get("rope_parameters") or {}
-    theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
-    scaling = {k: v for k, v in parameters.items() if k != "rope_theta"} or config.get("rope_scaling")
-    if scaling and scaling.get("rope_type", scaling.get("type")) in (None, "default"):
-        scaling = None
-    return float(theta), scaling
+    return conventions.text_config(artefacts.read_json(Path(folder) / "config.json"))
 
 
 def special_token_ids(folder: Path | str) -> list[int]:

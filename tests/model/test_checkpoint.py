@@ -83,6 +83,40 @@ def test_the_manifests_layers_go_before_the_configs(saved, target_folder):
     assert checkpoint.load(folder, target_folder, "cpu")[0].config.layers == [2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, [1, 3, 4]),  # vLLM's: inputs
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}, [2, 4, 5]),  # SGLang's: outputs
+        ({"eagle_config": {"layer_ids": [1, 3, 4]}}, [1, 3, 4]),  # vLLM's V2 runner
+        ({}, [2, 3, 3]),
+    ],
+)
+def test_layer_ids_are_read_as_the_engine_reads_them(saved, target_folder, ids, expected):
+    folder, _ = saved
+    edit(folder, **{"eagle_aux_hidden_state_layer_ids": None, "eagle_config": None} | ids)
+    assert checkpoint.read_config(folder, target_folder).layers == expected
+
+
+def test_the_speculators_format_is_read_as_vllm_reads_it(saved, target_folder):
+    folder, drafter = saved
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    edit(folder, rope_theta=5e5, rope_scaling=scaling, rope_parameters=None, intermediate_size=40)
+    layer = json.loads((folder / "config.json").read_text())
+    for key in ("architectures", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "eagle_config"):
+        layer.pop(key)
+    raw = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": 60,
+           "eagle_aux_hidden_state_layer_ids": [1, 3, 5], "transformer_layer_config": layer}  # fmt: skip
+    artefacts.write_json(folder / "config.json", raw)
+    shape = checkpoint.read_config(folder, target_folder)
+    assert (shape.rope_theta, shape.rope_scaling) == (5e5, scaling)
+    assert (shape.intermediate_size, shape.draft_vocab_size, shape.layers) == (40, 60, [1, 3, 5])
+    assert shape.norm_before_residual and not shape.norm_before_fc
+    edit(folder, speculators_model_type="peagle")
+    with pytest.raises(UserError, match="speculators_model_type peagle cannot be evaluated offline"):
+        checkpoint.read_config(folder, target_folder)
+
+
 def test_broken_checkpoints_are_named(saved, target_folder):
     folder, _ = saved
     tensors = load_file(folder / "model.safetensors")

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import tinymodels
+from breakeven.configs import rope
 from breakeven.drafter import (
     DrafterConfig,
     chain_mask,
@@ -12,7 +13,6 @@ from breakeven.drafter import (
     inverse_frequencies,
     repeat_heads,
 )
-from breakeven.target import rope
 
 
 @pytest.fixture
@@ -82,7 +82,9 @@ def test_rope_is_read_in_both_spellings():
     new = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0}}
     old = {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0}}
     assert rope(new) == (1e6, {"rope_type": "yarn", "factor": 4.0})
-    assert rope(old) == (1e6, {"type": "yarn", "factor": 4.0})
+    assert rope(old) == rope(new)
+    assert rope(old | {"rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}}) == rope(old)
+    assert rope(new | {"rope_scaling": old["rope_scaling"]}) == (10000.0, rope(old)[1])  # as transformers 5 reads it
     assert rope({"rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}}) == (5.0, None)
 
 

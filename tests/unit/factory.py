@@ -44,7 +44,7 @@ def good_target(folder: Path, family: str, theta: float = 50000.0) -> Path:
         "model_type": "kimi_k2" if family == "kimi" else model_type, "hidden_size": HIDDEN, "vocab_size": VOCAB,
         "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
         "num_key_value_heads": KV, "max_position_embeddings": 4096, "torch_dtype": "bfloat16", "eos_token_id": EOS,
-        **rope(family, theta),
+        **rope(family, theta), **(MLA if family in ("deepseek", "kimi") else {}),
     }  # fmt: skip
     if family == "kimi":
         config = {"model_type": "kimi_k25", "text_config": config}

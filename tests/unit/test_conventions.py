@@ -41,6 +41,9 @@ def top(ids):
         ("sglang", "0.5.23", "llama", nested([58, 60]), [59]),  # the last layer's output is never reached
         ("sglang", "0.5.23", "llama", top(OUTPUT_IDS), DEFAULT),  # not read: the default
         ("sglang", "0.5.5", "deepseek", {}, DEFAULT),
+        ("sglang", "0.5.23", "minimax-m3-vl", {}, [3, 31, 59]),
+        ("sglang", "0.5.23", "minimax-m3-vl", nested(OUTPUT_IDS), DEFAULT),
+        ("vllm", "0.32.0", "minimax-m3-vl", {}, DEFAULT),
         ("vllm", "0.32.0", "llama", top(OUTPUT_IDS), OUTPUT_IDS),
         ("vllm", "0.20.2", "deepseek", top([58, 2, 30]), DEFAULT),
         ("vllm", "0.21.0", "llama", nested(OUTPUT_IDS), DEFAULT),
@@ -67,7 +70,7 @@ def test_vllm_runners_differ():
 )
 def test_exported_ids_are_read_right(layers, family):
     keys = conventions.export_ids(layers, family, N)
-    assert (keys == {}) == (layers == DEFAULT)
+    assert (keys == {}) == (layers == DEFAULT and family != "minimax-m3-vl")
     for version in ("0.20.2", "0.24.0", "0.32.0"):
         for runner in ("v1", "v2"):
             assert conventions.captured("vllm", version, family, keys, N, runner) == layers
@@ -119,6 +122,18 @@ def test_not_a_version():
         ({"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2"}}, "deepseek"),
         ({"model_type": "deepseek_v3"}, "deepseek"),
         ({"model_type": "gpt_oss"}, "gpt-oss"),
+        ({"model_type": "glm4_moe_lite"}, "deepseek"),
+        ({"model_type": "glm4_moe"}, "llama"),
+        ({"model_type": "glm_moe_dsa"}, "deepseek"),
+        ({"architectures": ["MistralLarge3ForCausalLM"], "model_type": "mistral3"}, "deepseek"),
+        ({"architectures": ["MiniMaxM3SparseForCausalLM"], "model_type": "minimax_m3"}, "llama"),
+        (
+            {
+                "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
+                "text_config": {"model_type": "minimax_m3", "architectures": ["MiniMaxM3SparseForCausalLM"]},
+            },
+            "minimax-m3-vl",
+        ),
     ],
 )
 def test_family(config, expected):
@@ -168,7 +183,7 @@ def test_installed_vllm_reads_the_same_ids(site):
 @pytest.mark.parametrize("site", SITES, ids=lambda site: site.parents[2].name)
 def test_installed_vllm_supports_what_the_table_says(site):
     assert all(installed.captures(site, "vllm", name) for name in preflight.TARGETS["vllm"])
-    assert not installed.captures(site, "vllm", "MambaForCausalLM")
+    assert installed.captures(site, "vllm", "MambaForCausalLM") is False
     version = conventions.parse_version(installed.version(site, "vllm"))
     for name, first in preflight.DRAFTERS["vllm"].items():
         assert installed.knows(site, "vllm", name) == (version >= conventions.parse_version(first))

