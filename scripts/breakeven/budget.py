@@ -256,9 +256,7 @@ def gpu_notes(planned: Plan, available: int | None) -> list[str]:
     said = "GPUs of a job: " + ", ".join(f"{name} {gpus}" for name, gpus in wide.items()) + ", the others 1 or none"
     most = max(wide.values())
     if available is not None and available < most:
-        said += (
-            f"; {available} is handed out here, so say what there is: --resources gpu={most}, or a profile"
-        )
+        said += f"; {available} is handed out here, so say what there is: --resources gpu={most}, or a profile"
     return [said]
 
 

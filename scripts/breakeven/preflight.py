@@ -443,10 +443,9 @@ def architectures(case: Case) -> Iterator[Finding]:
         first = DRAFTERS[case.engine].get(name)
         known, where = first is not None and not case.older(first), f"{case.engine} {case.version}"
     if not (case.speculators and case.engine == "sglang") and not known:
-        certain = case.engine == "sglang" and not case.mla and name in DRAFTERS["vllm"] and not case.speculators
-        certain = (
-            certain and name != "Eagle3Qwen3ForCausalLM"
-        )  # norms its queries and keys, which no class of SGLang's does
+        # One that norms its queries and keys has no class of SGLang's.
+        renamed = name in DRAFTERS["vllm"] and name != "Eagle3Qwen3ForCausalLM"
+        certain = case.engine == "sglang" and not case.mla and renamed and not case.speculators
         yield case.found(
             "drafter-architecture", "ERROR", f"architectures is {names}: {where} has no class {name!r}",
             "fails to start",
