@@ -1,5 +1,7 @@
 """Every experiment plans its jobs and its budget here, without weights, data or a hub."""
 
+import re
+
 import pytest
 import yaml
 
@@ -45,7 +47,7 @@ def test_the_reference_cases_disk_is_known_before_it_is_full(work):
 def test_nothing_runs_beside_a_measurement_whatever_resources_are_given(work):
     """--resources replaces the profile's list, and a resource that is not given has no limit."""
     done = snakemake(work, "--resources", "gpu=2", "--", "plan", config=SMALL)
-    assert "Provided resources: gpu=2, machine=100" in done.stdout + done.stderr
+    assert re.search(r"^Provided resources: .*\bmachine\W.*\b100\b", done.stdout + done.stderr, re.M)
 
 
 def test_a_published_drafter_is_fetched_by_its_rule(work):
