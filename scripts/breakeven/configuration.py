@@ -406,11 +406,7 @@ def check_words(arm: Mapping[str, Any], checkpoint: str, flags: Mapping[str, Any
         # Other spellings, as 4k, or -1 for what fits, are the engine's to read.
         given = [str(flags[flag]) for flag in names if flag in flags and _positive(flags[flag])]
         words += [word for value in given for word in (option, value)]
-    if arm["engine"] == "sglang":
-        speculative = engine.speculative_flags("results/target", speculation)
-    else:
-        speculative = {"speculative-config": engine.speculative_config("results/target", speculation, flags)}
-    for flag, value in sorted((dict(flags) | speculative).items()):
+    for flag, value in sorted((dict(flags) | engine.speculative_flags("results/target", speculation, flags)).items()):
         words += ["--flag", flag if value is True else f"{flag}={value if isinstance(value, str) else as_json(value)}"]
     return words + [word for finding in arm.get("allow", []) for word in ("--allow", finding)]
 

@@ -119,7 +119,7 @@ def command(
         )
     words = [python, "-m", "sglang.launch_server", "--model-path", model, "--served-model-name", served_name]
     words += ["--host", "127.0.0.1", "--port", str(port)]
-    return words + options(flags | {"enable-metrics": True} | speculative_flags(model, speculation))
+    return words + options(flags | {"enable-metrics": True} | speculative_flags(model, speculation, flags))
 
 
 def require_key(key: str, folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -133,7 +133,7 @@ def require_key(key: str, folder: Path) -> tuple[list[str], dict[str, str]]:
     return ["--config", str(file)], {}
 
 
-def speculative_flags(model: str, speculation: Speculation) -> dict[str, Any]:
+def speculative_flags(model: str, speculation: Speculation, flags: dict[str, Any]) -> dict[str, Any]:
     """An arm's speculation as long options; a draft_model arm without a drafter has the target as its own."""
     if speculation.method == "none":
         return {}
@@ -170,7 +170,7 @@ def check_settings(
         response = session.get(f"{url}/get_server_info", timeout=60)  # 0.5.5 and before
     response.raise_for_status()
     asked = {name: value for name, value in flags.items() if name not in TENSOR_PARALLEL}
-    asked |= {"tp-size": tensor_parallel(flags)} | speculative_flags(model, speculation)
+    asked |= {"tp-size": tensor_parallel(flags)} | speculative_flags(model, speculation, flags)
     return compare_settings(response.json(), asked)
 
 

@@ -76,11 +76,9 @@ def command(
     words = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", served_name]
     words += ["--host", "127.0.0.1", "--port", str(port)]
     words += ["--enable-prompt-tokens-details"]  # how many prompt tokens were cached is not said without it
-    words += options(flags)
-    if speculation.method != "none":
-        words += ["--speculative-config", json.dumps(speculative_config(model, speculation, flags))]
-        if PER_REQUEST_METRICS in supported:
-            words += [PER_REQUEST_METRICS, "summary"]
+    words += options(flags) + options(speculative_flags(model, speculation, flags))
+    if speculation.method != "none" and PER_REQUEST_METRICS in supported:
+        words += [PER_REQUEST_METRICS, "summary"]
     return words
 
 
@@ -90,6 +88,11 @@ def require_key(key: str, folder: Path) -> tuple[list[str], dict[str, str]]:
     In the environment, since every user of a machine can read the words of a command line. /health and /metrics stay open.
     """
     return [], {"VLLM_API_KEY": key}
+
+
+def speculative_flags(model: str, speculation: Speculation, flags: dict[str, Any]) -> dict[str, Any]:
+    """An arm's speculation as long options."""
+    return {} if speculation.method == "none" else {"speculative-config": speculative_config(model, speculation, flags)}
 
 
 def speculative_config(model: str, speculation: Speculation, flags: dict[str, Any]) -> dict[str, Any]:
