@@ -152,6 +152,11 @@ def _check_arms(config: dict[str, Any]) -> None:
             raise UserError(f"config, arms.{name}: method eagle3 needs a drafter; name one of the drafters")
         engine, flags = engines.engine(arm["engine"]), arm_flags(config, arm)
         protocol = config["protocols"][arm["protocol"]]
+        for flag in flags:
+            if flag.replace("_", "-") in engines.RESERVED:
+                raise UserError(
+                    f"config, arms.{name}: the workflow sets the flag {flag} of each server itself; leave it out"
+                )
         for flag in engines.TENSOR_PARALLEL:
             if flags.get(flag, False) is not False and not _positive(flags[flag]):
                 raise UserError(

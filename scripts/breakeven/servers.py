@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import requests
 
-from breakeven import artefacts
+from breakeven import artefacts, engines
 from breakeven.cli import UserError, logger
 from breakeven.engines import Speculation
 
@@ -113,9 +113,9 @@ def speculating(
     command = engine.command(python, str(target), name, port, speculation, settings.get("flags", {}), supported)
     key = draw_key()
     with tempfile.TemporaryDirectory() as private:
-        words, variables = engine.require_key(key, Path(private))
+        words = engines.require_key(key, Path(private))
         timeout_s = settings.get("startup_timeout", 900)
-        with serve(command + words, environment | variables, log, url, name, timeout_s, key=key) as seconds:
+        with serve(command + words, environment, log, url, name, timeout_s, key=key) as seconds:
             yield Running(url, name, key, command, environment, seconds)
 
 

@@ -107,6 +107,16 @@ def test_overlays_are_right(config, overlay):
             {"tensor-parallel-size": "auto"},
             "arms.vllm-plain: the flag tensor-parallel-size is",
         ),
+        (
+            "arms.vllm-plain.flags",
+            {"port": 8000},
+            "arms.vllm-plain: the workflow sets the flag port of each server itself",
+        ),
+        (
+            "arms.s",
+            SGLANG | {"flags": {"api_key": "x"}},
+            "arms.s: the workflow sets the flag api_key of each server itself",
+        ),
         ("prompts.size", 321, "prompts.size: 321 is no multiple of prompts.shard_size"),
         ("prompts.size", -160, "prompts.size: -160 is less than the minimum"),
         ("responses.samples_per_prompt", 3, "greedy samples are all the same"),

@@ -117,6 +117,8 @@ def engine(name: str) -> ModuleType:
 
 # The spellings of both engines, as options and as arguments.
 TENSOR_PARALLEL = ("tensor-parallel-size", "tensor_parallel_size", "tp-size", "tp_size", "tp")
+# What the workflow itself tells a server: where it listens, what it serves, and to which key.
+RESERVED = ("host", "port", "model", "model-path", "served-model-name", "config", "api-key")
 # What a request leaves out vLLM's server takes from the model's generation_config.json; offline generation does not.
 NEUTRAL_SAMPLING = {
     "top_p": 1.0,
@@ -149,6 +151,18 @@ def options(flags: dict[str, Any]) -> list[str]:
         elif value is not False:
             words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
     return words
+
+
+def require_key(key: str, folder: Path) -> list[str]:
+    """Further words of the command line of a server that answers only to `key`, which is not in them.
+
+    In a file in `folder`, which only this user reads: every user of a machine can read the words of a command line, SGLang
+    takes no key from the environment, and vLLM before 0.32 compiles anew for each VLLM_API_KEY. /health and /metrics stay
+    open.
+    """
+    file = folder / "key.yaml"
+    file.write_text(f"api-key: {json.dumps(key)}\n")  # quoted, else a key of digits alone is read as a number
+    return ["--config", str(file)]
 
 
 def versions(name: str) -> dict[str, str]:

@@ -122,17 +122,6 @@ def command(
     return words + options(flags | {"enable-metrics": True} | speculative_flags(model, speculation, flags))
 
 
-def require_key(key: str, folder: Path) -> tuple[list[str], dict[str, str]]:
-    """(further words of the command line, environment) of a server that answers only to `key`; neither is recorded.
-
-    In a file in `folder`, which only this user reads, since SGLang takes no key from the environment and every user of a
-    machine can read the words of a command line. /health and /metrics stay open.
-    """
-    file = folder / "key.yaml"
-    file.write_text(f"api-key: {json.dumps(key)}\n")  # quoted, else a key of digits alone is read as a number
-    return ["--config", str(file)], {}
-
-
 def speculative_flags(model: str, speculation: Speculation, flags: dict[str, Any]) -> dict[str, Any]:
     """An arm's speculation as long options; a draft_model arm without a drafter has the target as its own."""
     if speculation.method == "none":

@@ -82,14 +82,6 @@ def command(
     return words
 
 
-def require_key(key: str, folder: Path) -> tuple[list[str], dict[str, str]]:
-    """(further words of the command line, environment) of a server that answers only to `key`; neither is recorded.
-
-    In the environment, since every user of a machine can read the words of a command line. /health and /metrics stay open.
-    """
-    return [], {"VLLM_API_KEY": key}
-
-
 def speculative_flags(model: str, speculation: Speculation, flags: dict[str, Any]) -> dict[str, Any]:
     """An arm's speculation as long options."""
     return {} if speculation.method == "none" else {"speculative-config": speculative_config(model, speculation, flags)}
