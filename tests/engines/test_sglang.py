@@ -18,7 +18,7 @@ from breakeven.engines import sglang
 from places import DRAFTER, ENGINE_PYTHON, ROOT, SGLANG_PYTHON
 
 PYTHON = {"sglang": SGLANG_PYTHON, "vllm": ENGINE_PYTHON}
-PROTOCOL = {"name": "test", "max_tokens": 64, "temperature": 0, "ignore_eos": True}
+PROTOCOL = {"name": "test", "max_tokens": 48, "temperature": 0, "ignore_eos": True}
 CONFIG = yaml.safe_load((ROOT / "config.yaml").read_text())
 
 pytestmark = pytest.mark.engines
@@ -29,7 +29,7 @@ def target(finished):
     return finished / "results/target"
 
 
-def command(folder, target, arm):
+def command(folder, target, arm, max_tokens=PROTOCOL["max_tokens"]):
     """The benchmark's command line for an arm, with the default config's settings of its engine."""
     engine = CONFIG["engines"][arm["engine"]]
     environment = {
@@ -37,7 +37,7 @@ def command(folder, target, arm):
     }
     settings = {"startup_timeout": 400, "flags": engine["flags"]["cpu"], "environment": environment}
     words = [sys.executable, ROOT / "scripts" / "benchmark.py", "--arm", json.dumps(arm), "--pass", "1"]
-    words += ["--engine-settings", json.dumps(settings), "--protocol", json.dumps(PROTOCOL)]
+    words += ["--engine-settings", json.dumps(settings), "--protocol", json.dumps(PROTOCOL | {"max_tokens": max_tokens})]
     words += ["--prompts", ROOT / "resources" / "reference-prompts.jsonl", "--engine-python", PYTHON[arm["engine"]]]
     words += ["--target", target, "--out", folder / "pass-1.parquet"]
     if arm.get("drafter"):
@@ -45,8 +45,8 @@ def command(folder, target, arm):
     return [str(word) for word in words]
 
 
-def run(folder, target, **arm):
-    words = command(folder, target, {"engine": "sglang"} | arm)
+def run(folder, target, max_tokens, **arm):
+    words = command(folder, target, {"engine": "sglang"} | arm, max_tokens)
     return subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
 
 
@@ -55,10 +55,10 @@ def measured(tmp_path_factory, target):
     """Rows and manifest of an arm, each arm served once."""
     cache = {}
 
-    def get(name, **arm):
+    def get(name, max_tokens=PROTOCOL["max_tokens"], **arm):
         if name not in cache:
             folder = tmp_path_factory.mktemp(name)
-            done = run(folder, target, name=name, **arm)
+            done = run(folder, target, max_tokens, name=name, **arm)
             assert done.returncode == 0, done.stderr[-3000:]
             rows = pq.read_table(folder / "pass-1.parquet").to_pylist()
             cache[name] = rows, json.loads((folder / "pass-1.manifest.json").read_text())
@@ -130,7 +130,8 @@ def test_the_wrong_flag_is_refused_before_a_server_starts(tmp_path, target, name
 
 
 def test_the_wrong_flag_where_it_is_allowed(measured):
-    rows, manifest = measured("wrong", options={"algorithm": "EAGLE"}, allow=["algorithm"], **EAGLE3)
+    # Nothing is accepted, so that each token is a step.
+    rows, manifest = measured("wrong", 16, options={"algorithm": "EAGLE"}, allow=["algorithm"], **EAGLE3)
     steps, accepted = curve(rows)
     right = curve(measured("k3", **EAGLE3)[0])
     assert 1 + sum(accepted) / steps < 1.15 < 1 + sum(right[1]) / right[0]

@@ -116,7 +116,7 @@ CHANGES = {
         {"environment": 1} | DATA | {"benchmark": 2},
     ),
     "benchmark prompts": (
-        appended("resources/quick-prompts.jsonl", ""),
+        appended("resources/reference-prompts.jsonl", ""),
         {k: v for k, v in EVERYTHING.items() if k != "fetch_target"},
     ),
 }  # fmt: skip
