@@ -117,6 +117,8 @@ def compare(
         fall = places.fall(by_output_position)
         warnings += warnings_of(arm, baseline, lossless) + remarks + ([fall] if fall else [])
         row = _summary_row(arm, baseline, speedup, walk, lossless, label, reasons)
+        if why == "apart":
+            row["rho"] = None  # what a step costs follows from speeds of the same time
         row["predicted_rho"] = cost.at(arm.k) if cost else None
         if row["predicted_rho"] and row["offline_acceptance_length"]:
             row["predicted_speedup"] = stepcost.predicted_speedup(

@@ -37,6 +37,8 @@ def test_an_arm_measured_long_after_its_baseline_is_not_decided(tmp_path, specs)
     assert beside["vllm-own-k3"]["verdict"] == "faster"
     rows, result = compared(tmp_path / "later", base, arm | {"sent_at": base["sent_at"] + 1500})
     assert rows["vllm-own-k3"]["verdict"] == "undecided" and rows["vllm-own-k3"]["speedup"] > 1.3
+    assert rows["vllm-own-k3"]["rho"] is None and result.details["vllm-own-k3"]["pay"] == []
+    assert beside["vllm-own-k3"]["rho"] > 0
     assert result.details["vllm-own-k3"]["undecided_because"] == "apart"
     warning = next(w for w in result.details["vllm-own-k3"]["warnings"] if "apart" in w)
     assert warning.startswith("measured 4 minutes apart from vllm-none") and "results/benchmarks/vllm-none" in warning
