@@ -239,10 +239,14 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     if len(winners) == 1:
         sentence = _sentence(winners[0], alone=len(judged) == 1)
     elif len({row["verdict"] for row in winners}) == 1:
-        where = f"{'both' if len(winners) == 2 else f'all {len(winners)}'} combinations of engine and protocol"
+        several = [len({key[i] for key in best}) > 1 for i in (0, 1)]
+        what = {(True, False): "engines", (False, True): "protocols"}.get(
+            tuple(several), "combinations of engine and protocol"
+        )
+        where = f"{'both' if len(winners) == 2 else f'all {len(winners)}'} {what}"
         words = {
             "faster": f"Speculation pays under {where}",
-            "slower": f"Speculation does not pay under any of {len(winners)} combinations of engine and protocol",
+            "slower": f"Speculation does not pay under {'either' if len(winners) == 2 else 'any'} of {len(winners)} {what}",
             "undecided": f"Undecided under {where}",
         }
         undecided = first["verdict"] == "undecided"

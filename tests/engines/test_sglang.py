@@ -37,7 +37,12 @@ def command(folder, target, arm, max_tokens=PROTOCOL["max_tokens"]):
     }
     settings = {"startup_timeout": 400, "flags": engine["flags"]["cpu"], "environment": environment}
     words = [sys.executable, ROOT / "scripts" / "benchmark.py", "--arm", json.dumps(arm), "--pass", "1"]
-    words += ["--engine-settings", json.dumps(settings), "--protocol", json.dumps(PROTOCOL | {"max_tokens": max_tokens})]
+    words += [
+        "--engine-settings",
+        json.dumps(settings),
+        "--protocol",
+        json.dumps(PROTOCOL | {"max_tokens": max_tokens}),
+    ]
     words += ["--prompts", ROOT / "resources" / "reference-prompts.jsonl", "--engine-python", PYTHON[arm["engine"]]]
     words += ["--target", target, "--out", folder / "pass-1.parquet"]
     if arm.get("drafter"):

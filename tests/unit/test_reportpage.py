@@ -302,8 +302,19 @@ def judged(arm, verdict, speedup, low, high, because=None, protocol="quick"):
         ([judged("k3", "undecided", 2.11, 1.8, 2.52)], "plain decoding, but this measurement does not decide it."),
         (
             [judged(n, "undecided", s, 1.8, 2.9, "apart", n) for n, s in (("a", 2.1), ("b", 2.2))],
-            "Undecided under both combinations of engine and protocol; the best undecided arm is b, protocol b, at"
+            "Undecided under both protocols; the best undecided arm is b, protocol b, at"
             " 2.20× [1.80, 2.90], but it was measured apart",
+        ),
+        (
+            [judged(n, "slower", s, 0.3, 0.9) | {"engine": n} for n, s in (("vllm", 0.4), ("sglang", 0.8))],
+            "Speculation does not pay under either of 2 engines; the best arm is sglang, protocol quick, at 0.80×",
+        ),
+        (
+            [
+                judged(n, "faster", s, 1.3, 2.9, None, p) | {"engine": n}
+                for n, p, s in (("a", "x", 1.4), ("b", "y", 2.2))
+            ],
+            "Speculation pays under both combinations of engine and protocol; the best arm is b",
         ),
         (
             [judged("k3", "faster", 1.4, 1.3, 1.5), judged("k3", "refused", None, None, None, protocol="long")],
