@@ -4,9 +4,10 @@
 
 FOLDER as scripts/gpu_box.sh fills it by `generate` and `extract`, for the variant codec-int8 also by STORE=hidden_states_int8
 EXTRACT_OPTIONS="--codec int8" gpu_box.sh FOLDER extract; each variant goes through its stages `vocabulary`, `train`
-and `evaluate`, on one of --gpus (named n times: n drafters beside each other on it). What is there is not made again. The
-hidden states of 12,000 responses of SmolLM2-135M take 42 GB of disk, as int8 half as much more. One row for each variant:
-held-out AL, and its difference to the first one's with a 95 % interval over held-out conversations, paired.
+and `evaluate`, on one of --gpus (named n times: n drafters beside each other on it). What is there is not made again: with
+--seconds 0 a run that was cut off gets its table. The hidden states of 12,000 responses of SmolLM2-135M take 42 GB of disk,
+as int8 half as much more. One row for each variant: held-out AL, and its difference to the first one's with a 95 % interval
+over held-out conversations, paired.
 """
 
 import csv
@@ -54,6 +55,8 @@ KS = (1, 3, 5)
 
 def trained(args, name: str, gpus: queue.Queue) -> bool:
     """Train and walk one variant on a free GPU; false if there was no time left to begin or it failed."""
+    if (args.folder / f"drafters/{name}-{args.samples}/offline.manifest.json").is_file():
+        return True
     gpu = gpus.get()
     try:
         if time.monotonic() > args.begin_until:

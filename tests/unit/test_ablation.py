@@ -56,6 +56,18 @@ def test_differences_are_paired(tmp_path):
     assert (other["optimizer_steps"], other["tokens_per_second"]) == (5, 1000)
 
 
+def test_a_run_that_was_cut_off_gets_its_table(tmp_path, monkeypatch):
+    """What is finished is in the table although no time is left; what is not is left out."""
+    for name in ("base", "ttt-steps-3"):
+        write(tmp_path / f"drafters/{name}-100", 1)
+        artefacts.write_json(tmp_path / f"drafters/{name}-100/offline.manifest.json", {})
+    words = f"ablation.py {tmp_path} --samples 100 --seconds 0 --out {tmp_path / 'a.csv'} --variants base epochs-1"
+    monkeypatch.setattr(sys, "argv", [*words.split(), "ttt-steps-3"])
+    ablation.main()
+    lines = (tmp_path / "a.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["variant", "base", "ttt-steps-3"]
+
+
 def test_walks_of_other_sequences_are_refused(tmp_path):
     write(tmp_path / "drafters/base-100", 1)
     write(tmp_path / "drafters/ttt-steps-3-100", 1, sequences=7)
