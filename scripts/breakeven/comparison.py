@@ -480,7 +480,10 @@ def run(
     drafters: Mapping[str, Path | str] | None = None,
     expectations: Path | str = EXPECTATIONS,
 ) -> Comparison:
-    """Read the arms, compare them, write the three tables and, beside the summary, its manifest."""
+    """Read the arms, compare them, write the three tables and, beside the summary, its manifest.
+
+    The summary has the arms engine by engine, baselines before what is compared with them, else in the order of `names`.
+    """
     if len(set(names)) != len(names):
         raise UserError(f"--arms: an arm is named twice in {' '.join(names)}; name each once")
     what_if, step_cost, drafters = what_if or {}, step_cost or {}, drafters or {}
@@ -488,6 +491,8 @@ def run(
     if unknown:
         raise UserError(f"--what-if {min(unknown)}: no such arm; the arms are {', '.join(names)}")
     arms = [read_arm(benchmarks, name, (passes or {}).get(name)) for name in names]
+    engines = list(dict.fromkeys(arm.parameters["engine"] for arm in arms))
+    arms.sort(key=lambda arm: (engines.index(arm.parameters["engine"]), arm.speculates))  # an overlay's arms come first
     result = compare(
         arms,
         evidence.read_offline(offline),

@@ -51,6 +51,12 @@ def compare(folder, arms):
     return out
 
 
+def test_baselines_come_before_what_is_compared_with_them(tmp_path):
+    base, fast, slow, _ = specs()
+    summary = artefacts.read_table(compare(tmp_path, [slow, fast, base]) / "summary.parquet", tables.SUMMARY)
+    assert summary["arm"].to_pylist() == [spec["parameters"]["arm"] for spec in (base, slow, fast)]
+
+
 def build(folder, manifests=(), **more):
     out = folder / "report" / "index.html"
     reportpage.build(folder / "comparison", manifests, out, folder / "report", **SOURCES, **more)
