@@ -32,7 +32,8 @@ def test_an_experiment_is_planned_without_its_weights(work, overlays):
     rows = {line.split("|")[1].strip(): line.split("|") for line in done.stdout.splitlines() if line.startswith("|")}
     jobs.pop("environment", None)
     assert {name: int(rows[name][3]) for name in jobs} == jobs
-    assert "unknown" not in rows["extract_hidden_states"][5]
+    if "extract_hidden_states" in jobs:  # an experiment may train nothing
+        assert "unknown" not in rows["extract_hidden_states"][5]
     # Whether it fits depends on the disk of this machine; where it does not, the refusal is the last word.
     refused = "the stages to do write" in done.stdout
     assert (done.returncode != 0) == refused, done.stdout + done.stderr
