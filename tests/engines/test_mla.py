@@ -1,6 +1,7 @@
-"""The Kimi experiment's shape on the CPU: the rehearsal runs whole, and vLLM's MLA is the transformers' and ours.
+"""The Kimi experiment's shape, small: the rehearsal runs whole, and vLLM's MLA is the transformers' and ours.
 
-vLLM 0.32.0 picks its AMX backend for MLA where the processor has AMX; this needs one (tests skip without).
+On a GPU where there is one (BREAKEVEN_ENGINE_PYTHON and BREAKEVEN_MODEL_PYTHON name the environments for it), else on the CPU,
+where vLLM 0.32.0 has MLA for processors with AMX alone: the tests skip without either.
 """
 
 import json
@@ -15,15 +16,18 @@ import project
 from breakeven import artefacts, benchmark, engines, servers, tables
 from breakeven.acceptance import agreement
 from breakeven.engines import Speculation
-from places import ENGINE_PYTHON, MODEL_PYTHON, ROOT
+from places import ENGINE_PYTHON, GPUS, HARDWARE, MODEL_PYTHON, ROOT
 
 CPU = Path("/proc/cpuinfo")
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.nightly,  # the rehearsal takes eight minutes
-    pytest.mark.skipif("amx_tile" not in CPU.read_text(), reason="vLLM's MLA backend for the CPU needs AMX"),
+    pytest.mark.skipif(
+        not GPUS and "amx_tile" not in CPU.read_text(), reason="vLLM's MLA needs a GPU, or a CPU with AMX"
+    ),
 ]
 REHEARSAL = "experiments/kimi-rehearsal.yaml"
+CONFIG = yaml.safe_load((ROOT / "config.yaml").read_text())
 K = 3
 
 
@@ -33,7 +37,7 @@ def rehearsed(tmp_path_factory):
     if os.environ.get("BREAKEVEN_REHEARSED"):
         return Path(os.environ["BREAKEVEN_REHEARSED"])
     work = project.copy_project(tmp_path_factory.mktemp("rehearsal") / "break even", every_arm=True)
-    done = project.snakemake(work, config=REHEARSAL)
+    done = project.snakemake(work, "--config", f"hardware={HARDWARE}", config=REHEARSAL)
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
     return work
 
@@ -55,7 +59,26 @@ def test_the_rehearsal_serves_its_arms(rehearsed):
 
 def test_captured_hidden_states_are_those_of_transformers(rehearsed):
     """Layer by layer: of all inputs of the target's layers in transformers, the claimed one is the nearest."""
-    rows = artefacts.read_json(rehearsed / "results/parity/vllm.json")["layers"]
+    assert_each_layer_is_its_own(rehearsed / "results/parity/vllm.json")
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+def test_captured_hidden_states_of_two_gpus_are_those_of_transformers(rehearsed, tmp_path):
+    """Tensor parallel: our connector writes the first rank's, in a process of its own."""
+    results, settings = rehearsed / "results", CONFIG["responses"]["settings"]["vllm"]["cuda"]
+    (responses, *_) = sorted((results / "responses").glob("*.parquet"))
+    subprocess.run(
+        [ENGINE_PYTHON, ROOT / "scripts/check_parity.py", "--target", results / "target", "--responses", responses]
+        + ["--hidden-states", results / "hidden_states" / f"{responses.stem}.safetensors", "--engine", "vllm"]
+        + ["--settings", json.dumps(settings | {"tensor_parallel_size": 2}), "--device", "cuda"]
+        + ["--out", tmp_path / "vllm.json"],
+        check=True,
+    )
+    assert_each_layer_is_its_own(tmp_path / "vllm.json")
+
+
+def assert_each_layer_is_its_own(path):
+    rows = artefacts.read_json(path)["layers"]
     assert [row["layer"] for row in rows] == [2, 4, 5]
     for row in rows:
         assert row["nearest"] == row["layer"] and row["difference"] < row["next_layer"] / 4
@@ -69,7 +92,7 @@ def test_served_acceptance_is_that_of_the_walk(rehearsed, tmp_path):
     subprocess.run(
         [MODEL_PYTHON, ROOT / "scripts/train_drafter.py", "--target", results / "target", "--out", checkpoint]
         + ["--vocabulary", results / "drafters/own/vocabulary.safetensors", "--settings", json.dumps(settings)]
-        + ["--hidden-states", results / "hidden_states" / f"{shard.stem}.safetensors"],
+        + ["--hidden-states", results / "hidden_states" / f"{shard.stem}.safetensors", "--device", HARDWARE],
         check=True,
     )
     responses = artefacts.read_table(shard, tables.RESPONSES).to_pylist()
@@ -78,13 +101,12 @@ def test_served_acceptance_is_that_of_the_walk(rehearsed, tmp_path):
         for row in responses
         if not row["held_out"]
     ][:12]
-    engine = yaml.safe_load((ROOT / "config.yaml").read_text())["engines"]["vllm"]
-    served = {part: engine[part]["cpu"] for part in ("flags", "environment")}
+    served = {part: CONFIG["engines"]["vllm"][part][HARDWARE] for part in ("flags", "environment")}
     protocol = benchmark.Protocol("learnt", max_tokens=48, temperature=0, ignore_eos=True)
     speculation = Speculation("eagle3", K, str(checkpoint))
     vllm = engines.engine("vllm")
     with servers.speculating(
-        vllm, ENGINE_PYTHON, results / "target", speculation, served, set(), "cpu", tmp_path / "server.log"
+        vllm, ENGINE_PYTHON, results / "target", speculation, served, set(), HARDWARE, tmp_path / "server.log"
     ) as server:
         rows, _ = benchmark.measure(
             benchmark.Client(vllm, server.url, server.name, server.key), protocol, prompts, speculation
@@ -93,7 +115,8 @@ def test_served_acceptance_is_that_of_the_walk(rehearsed, tmp_path):
     artefacts.write_table(tmp_path / "pass-1.parquet", rows, tables.BENCHMARK)
     subprocess.run(
         [MODEL_PYTHON, ROOT / "scripts/replay_served.py", "--target", results / "target", "--checkpoint", checkpoint]
-        + ["--k", str(K), "--served", tmp_path / "pass-1.parquet", "--out", tmp_path / "offline.parquet"],
+        + ["--k", str(K), "--served", tmp_path / "pass-1.parquet", "--out", tmp_path / "offline.parquet"]
+        + ["--device", HARDWARE],
         check=True,
     )
     curve = sum(row["steps"] for row in rows), [sum(row["accepted_per_position"][i] for row in rows) for i in range(K)]
