@@ -65,17 +65,25 @@ def create(path: Path, tensors: Layout) -> None:
         os.posix_fallocate(file.fileno(), 0, 8 + len(text) + end)
 
 
+def read_header(path: Path) -> dict[str, tuple[torch.dtype, list[int], int]]:
+    """Dtype, shape and place (bytes from the file's beginning) of every tensor of a safetensors file."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    return {
+        name: (DTYPES[about["dtype"]], about["shape"], 8 + size + about["data_offsets"][0])
+        for name, about in header.items()
+    }
+
+
 def open_writable(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, mapped into memory; what is written to them is in the file."""
     with open(path, "r+b") as file:
         mapped = mmap.mmap(file.fileno(), 0)
-    start = 8 + int.from_bytes(mapped[:8], "little")
-    tensors = {}
-    for name, about in json.loads(mapped[8:start]).items():
-        dtype, shape = DTYPES[about["dtype"]], about["shape"]
-        flat = torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=start + about["data_offsets"][0])
-        tensors[name] = flat.view(shape)
-    return tensors
+    return {
+        name: torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=place).view(shape)
+        for name, (dtype, shape, place) in read_header(path).items()
+    }
 
 
 def rows_path(path: Path | str) -> Path:
@@ -155,11 +163,14 @@ class Writer:
     """
 
     def __init__(self, path: Path):
-        self.tensors = open_writable(path)
-        self.starts = self.tensors["cu_seqlens"].tolist()
+        # Written to, not mapped: filling a page of a mapped file for the first time takes longer than the copy itself.
+        self.descriptor = os.open(path, os.O_WRONLY)
+        self.places = {name: place for name, (*_, place) in read_header(path).items()}
+        tensors = open_writable(path)
+        self.starts = tensors["cu_seqlens"].tolist()
         self.rows = open_writable(rows_path(path))["rows"]
-        self.features = self.tensors["hidden"].shape[1]
-        self.codec = "int8" if "hidden_scale" in self.tensors else "bfloat16"
+        self.features = tensors["hidden"].shape[1]
+        self.codec = "int8" if "hidden_scale" in tensors else "bfloat16"
         self.arrivals: queue.Queue = queue.Queue(WAITING)
         self.error: Exception | None = None
         self.stream = self.thread = None
@@ -192,6 +203,7 @@ class Writer:
             self.arrivals.put(None)
             self.thread.join()
             self.thread = None
+        os.close(self.descriptor)
         if self.error:
             raise self.error
 
@@ -212,6 +224,11 @@ class Writer:
             if start + count > self.starts[sequence + 1]:
                 raise ValueError(f"sequence {sequence} has no positions {first} ... {first + count - 1}")
             for name, x in made.items():
-                self.tensors[name][start : start + count] = x[taken : taken + count]
+                part = x[taken : taken + count].contiguous()
+                data = memoryview(part.view(torch.uint8).numpy()).cast("B")
+                place = self.places[name] + start * (len(data) // count)
+                while data:  # a write may take less than it is given
+                    written = os.pwrite(self.descriptor, data, place)
+                    data, place = data[written:], place + written
             self.rows[sequence] = first + count
             taken += count

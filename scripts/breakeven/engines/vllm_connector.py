@@ -2,12 +2,14 @@
 
 vLLM's speculative method `extract_hidden_states` keeps the chosen layers' hidden states in a cache of its own, like keys
 and values. After each step the worker copies the new rows from that cache into the shard (shard_file.py), chunk by
-chunk, so nothing has to be kept until a prompt is finished. Read: vLLM 0.20.2 and 0.32.0; run: 0.32.0.
+chunk, so nothing has to be kept until a prompt is finished. Read: vLLM 0.20.2, 0.25.1 and 0.32.0; run: 0.25.1 (CUDA) and
+0.32.0 (CPU).
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
@@ -107,11 +109,13 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
             length = self.writer.starts[chunk.sequence + 1] - self.writer.starts[chunk.sequence]
             count = min(chunk.count, length - chunk.first)  # no more than the prompt
             if count > 0:
-                at = torch.arange(chunk.first, chunk.first + count)
-                slots.append(torch.tensor(chunk.blocks)[at // self.block_size] * self.block_size + at % self.block_size)
+                at = np.arange(chunk.first, chunk.first + count)
+                slots.append(np.array(chunk.blocks)[at // self.block_size] * self.block_size + at % self.block_size)
                 pieces.append((chunk.sequence, chunk.first, count))
         if pieces:
-            where = torch.cat(slots).to(self.cache.device)
+            where = torch.from_numpy(np.concatenate(slots))
+            if self.cache.is_cuda:  # from pageable memory the copy would wait for the whole forward pass
+                where = where.pin_memory().to(self.cache.device, non_blocking=True)
             self.writer.add(pieces, extract_from_kv_cache(self.cache, where, len(where)))
 
     def start_load_kv(self, forward_context, **kwargs):
