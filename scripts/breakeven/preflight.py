@@ -1090,7 +1090,7 @@ def rope(case: Case) -> Iterator[Finding]:
     """RoPE base and scaling, in both spellings, as the engine reads them.
 
     transformers 5 (SGLang >= 0.5.10, vLLM from 0.31.0 in any case) reads both, and a rope_scaling that is set replaces
-    rope_parameters, base and all; transformers 4 (SGLang <= 0.5.9; vLLM 0.20.2 as locked here) knows rope_theta and
+    rope_parameters, base and all; transformers 4 (SGLang <= 0.5.9; what vLLM 0.20.2 was locked with) knows rope_theta and
     rope_scaling only and defaults to 10,000.
     """
     sets = {key: configs.plain_rope(case.config.get(key)) for key in ("rope_parameters", "rope_scaling")}
