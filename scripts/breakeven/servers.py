@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 import secrets
 import signal
@@ -54,13 +55,14 @@ def first_ephemeral_port() -> int:
         return 32768
 
 
-def log_tail(path: Path, lines: int = 25, key: str | None = None) -> str:
-    """The last lines of a log file, for error messages; without `key`."""
+def log_tail(path: Path, lines: int = 25, key: str | None = None, known: dict[str, str] | None = None) -> str:
+    """The last lines of a log file, for error messages; without `key`, and with what is `known` of any line in it."""
     try:
         text = path.read_text(errors="replace")
     except OSError:
         return "(no log)"
-    return "\n".join((text.replace(key, "***") if key else text).splitlines()[-lines:])
+    last = (text.replace(key, "***") if key else text).splitlines()[-lines:]
+    return "\n".join(last + [advice for words, advice in (known or {}).items() if words in text])
 
 
 def session(key: str | None) -> requests.Session:
@@ -115,7 +117,9 @@ def speculating(
     with tempfile.TemporaryDirectory() as private:
         words = engines.require_key(key, Path(private))
         timeout_s = settings.get("startup_timeout", 900)
-        with serve(command + words, environment, log, url, name, timeout_s, key=key) as seconds:
+        with serve(
+            command + words, environment, log, url, name, timeout_s, key=key, known=engine.KNOWN_FAILURES
+        ) as seconds:
             yield Running(url, name, key, command, environment, seconds)
 
 
@@ -134,12 +138,13 @@ def serve(
     timeout_s: float,
     poll_s: float = 0.2,
     key: str | None = None,
+    known: dict[str, str] | None = None,
 ) -> Iterator[float]:
     """Run a server for the length of a `with` block; yields the seconds it took to become ready.
 
     Ready means: the process lives, /health answers 200, and /v1/models names `model`, so that no other server on the
     same port is mistaken for this one. A server that dies or is not ready within `timeout_s` is a UserError with the
-    tail of its log. On the way out, whatever happens, the server gets SIGTERM, a grace period, and then every process
+    tail of its log and what `known` says of words in it. On the way out, whatever happens, the server gets SIGTERM, a grace period, and then every process
     that descends from it is killed; children that outlive their parents are inherited by this process and found too.
     A second signal ends the grace period. `key`, which the server asks for, is taken out of its log, which only this
     user can read until then.
@@ -151,6 +156,7 @@ def serve(
     if log.is_file():
         log.unlink()  # with the rights that it had, others could read along
     process = None
+    ending = functools.partial(log_tail, log, key=key, known=known)
     try:
         with open(log, "w", opener=lambda path, flags: os.open(path, flags, 0o600 if key else 0o666)) as output:
             process = subprocess.Popen(
@@ -162,13 +168,13 @@ def serve(
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
-        _wait(process, log, url, model, timeout_s, poll_s, key)
+        _wait(process, ending, url, model, timeout_s, poll_s, key)
         seconds = time.monotonic() - started
         logger.info("server ready after %.1f s", seconds)
         yield seconds
         if process.poll() is not None:
             raise UserError(
-                f"the server exited with {process.returncode} while it was in use; its log ends:\n{log_tail(log, key=key)}"
+                f"the server exited with {process.returncode} while it was in use; its log ends:\n{ending()}"
             )
     except (
         requests.ConnectionError,
@@ -177,7 +183,7 @@ def serve(
     ) as error:
         _settle(process)
         raise UserError(
-            f"the server stopped answering ({type(error).__name__}, exit code {process.poll()}); its log ends:\n{log_tail(log, key=key)}"
+            f"the server stopped answering ({type(error).__name__}, exit code {process.poll()}); its log ends:\n{ending()}"
         ) from None
     finally:
         try:
@@ -228,14 +234,20 @@ def _die_with_parent() -> None:
 
 
 def _wait(
-    process: subprocess.Popen, log: Path, url: str, model: str, timeout_s: float, poll_s: float, key: str | None
+    process: subprocess.Popen,
+    ending: Callable[[], str],
+    url: str,
+    model: str,
+    timeout_s: float,
+    poll_s: float,
+    key: str | None,
 ) -> None:
     deadline = time.monotonic() + timeout_s
     client = session(key)
     while True:
         if process.poll() is not None:
             raise UserError(
-                f"the server exited with {process.returncode} before it was ready; its log ends:\n{log_tail(log, key=key)}"
+                f"the server exited with {process.returncode} before it was ready; its log ends:\n{ending()}"
             )
         with contextlib.suppress(requests.RequestException):
             if client.get(f"{url}/health", timeout=5).status_code == 200:
@@ -243,7 +255,7 @@ def _wait(
         if time.monotonic() > deadline:
             raise UserError(
                 f"the server was not ready within {timeout_s:.0f} s; raise startup_timeout of the engine if it needs longer;"
-                f" its log ends:\n{log_tail(log, key=key)}"
+                f" its log ends:\n{ending()}"
             )
         time.sleep(poll_s)
     response = client.get(f"{url}/v1/models", timeout=30)

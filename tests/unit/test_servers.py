@@ -13,7 +13,7 @@ import psutil
 import pytest
 import requests
 
-from breakeven import servers
+from breakeven import engines, servers
 from breakeven.cli import UserError
 
 SERVER = """
@@ -32,6 +32,7 @@ SERVER = """
         print("args: Namespace(api_key='a secret')", flush=True)
         signal.signal(signal.SIGTERM, lambda *_: print("asked to stop", flush=True))
     if behaviour == "never":
+        print("Auto-selected flashinfer allreduce backend: mnnvl", *["working"] * 40, sep="\\n", flush=True)
         time.sleep(600)
     if behaviour == "late":
         time.sleep(1.5)
@@ -103,6 +104,15 @@ def test_a_server_that_dies_is_named_with_its_log(start):
 def test_a_server_that_never_answers_is_named_and_stopped(start):
     with pytest.raises(UserError, match=r"not ready within 2 s; raise startup_timeout"):
         with servers.serve(**start("never", timeout_s=2)):
+            pass
+
+
+def test_a_failure_that_the_last_lines_do_not_name_is_explained(start):
+    with pytest.raises(UserError, match=r"(?s)working\n.*needs NVLink multicast.*fuse_allreduce_rms: false"):
+        with servers.serve(**start("never", timeout_s=2), known=engines.engine("vllm").KNOWN_FAILURES):
+            pass
+    with pytest.raises(UserError, match=r"cannot allocate memory[^\n]*$"):
+        with servers.serve(**start("dies"), known=engines.engine("vllm").KNOWN_FAILURES):
             pass
 
 

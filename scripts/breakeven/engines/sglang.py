@@ -23,6 +23,7 @@ ALGORITHMS = {"eagle3": "EAGLE3", "ngram": "NGRAM", "draft_model": "STANDALONE"}
 SKIPS_UNDRAFTED = ()
 CONCURRENCY_FLAG = "max-running-requests"
 CACHE_SETTING = "max-total-tokens or mem-fraction-static in the flags"
+KNOWN_FAILURES: dict[str, str] = {}
 # Stand-ins for the operators that only a build from source has; see its README.
 CPU_OPERATORS = Path(__file__).parents[3] / "envs" / "sglang-cpu"
 # meta_info of one request: the names of 0.5.23, then of 0.5.9.

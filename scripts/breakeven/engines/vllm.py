@@ -1,6 +1,6 @@
 """vLLM: offline generation, the server's command line, and what its counters mean.
 
-Facts are those of vLLM 0.20.2 (CUDA) and 0.32.0 (CPU); docs/design.md, section 7, says where they were seen.
+Facts are those of vLLM 0.20.2 and 0.25.1 (CUDA) and 0.32.0 (CPU); docs/design.md, section 7, says where they were seen.
 Counters: `num_drafts` counts verification steps, `num_accepted_tokens` excludes the bonus token.
 """
 
@@ -37,6 +37,14 @@ PER_REQUEST_METRICS = "--per-request-spec-decode-metrics"
 CONCURRENCY_FLAG = "max-num-seqs"
 # What decides how many tokens the cache holds.
 CACHE_SETTING = "gpu-memory-utilization in the flags (on the CPU VLLM_CPU_KVCACHE_SPACE in the environment)"
+
+# Words of a log that stand before a failure whose cause its last lines do not name, and what to do.
+KNOWN_FAILURES = {
+    "flashinfer allreduce backend: mnnvl": (
+        "This vLLM joins all-reduce and norm in a kernel that needs NVLink multicast, and hangs or crashes where the GPUs have"
+        " none (vLLM's issue 48071): then set compilation-config: {pass_config: {fuse_allreduce_rms: false}} in the flags."
+    )
+}
 
 
 def environment(hardware: str) -> dict[str, str]:
