@@ -1,7 +1,6 @@
 """The Kimi experiment's shape, small: the rehearsal runs whole, and vLLM's MLA is the transformers' and ours.
 
-On a GPU where there is one (BREAKEVEN_ENGINE_PYTHON and BREAKEVEN_MODEL_PYTHON name the environments for it), else on the CPU,
-where vLLM 0.32.0 has MLA for processors with AMX alone: the tests skip without either.
+On a GPU where there is one (BREAKEVEN_ENGINE_PYTHON and BREAKEVEN_MODEL_PYTHON name the environments for it), else on the CPU.
 """
 
 import json
@@ -18,13 +17,9 @@ from breakeven.acceptance import agreement
 from breakeven.engines import Speculation
 from places import ENGINE_PYTHON, GPUS, HARDWARE, MODEL_PYTHON, ROOT
 
-CPU = Path("/proc/cpuinfo")
 pytestmark = [
     pytest.mark.engines,
-    pytest.mark.nightly,  # the rehearsal takes eight minutes
-    pytest.mark.skipif(
-        not GPUS and "amx_tile" not in CPU.read_text(), reason="vLLM's MLA needs a GPU, or a CPU with AMX"
-    ),
+    pytest.mark.nightly,  # the rehearsal takes eight to fourteen minutes
 ]
 REHEARSAL = "experiments/kimi-rehearsal.yaml"
 CONFIG = yaml.safe_load((ROOT / "config.yaml").read_text())
