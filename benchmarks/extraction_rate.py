@@ -22,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 from breakeven import artefacts, cli, conventions, engines, shard_file, tables, target  # noqa: E402
 
+STEPS = 8  # of the engine; sequences that finish in one step finish at the same time, which is no rate
+
 
 class Timed:
     """An engine's module whose `extract` notes when each sequence was done; plain: without hidden states."""
@@ -87,6 +89,12 @@ def measure(args) -> dict[str, float]:
     layers = conventions.default_layers(config["num_hidden_layers"])
     rows = artefacts.read_table(args.responses, tables.RESPONSES).slice(0, args.sequences)
     prompts, responses = rows["prompt_token_ids"].to_pylist(), rows["response_token_ids"].to_pylist()
+    total = sum(map(len, prompts + responses))
+    if total < STEPS * args.batch_tokens:
+        raise cli.UserError(
+            f"{args.responses}: its first {rows.num_rows} sequences have {total:,} tokens, fewer than {STEPS} steps of"
+            f" {args.batch_tokens:,}; too few for a rate, so raise --sequences or lower --batch-tokens"
+        )
     timed = Timed(engine, args.only == "prefill")
     spent = time_what_extraction_adds() if args.only == "extraction" else {}
     settings = args.settings | {"max_num_batched_tokens": args.batch_tokens}
@@ -103,7 +111,7 @@ def measure(args) -> dict[str, float]:
             shard_file.fill_argmax(tensors, norm, head, config["rms_norm_eps"], args.device)
             found["greedy_s"] = time.perf_counter() - start
             found["share"] = (sum(spent.values()) - spent["step"]) / spent["step"]
-            found["all_s"] = sum(map(len, prompts + responses)) / found["rate"]
+            found["all_s"] = total / found["rate"]
     return found
 
 

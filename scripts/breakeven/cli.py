@@ -102,14 +102,17 @@ def _end_with(parent: int, poll_s: float = 1.0, grace_s: float = 60.0) -> None:
 class Progress:
     """Progress of long work: a tqdm bar on a terminal, one plain line every `every` seconds in a log.
 
+    Where nothing is done for `silence` seconds, a warning says so, as often as that goes on: an engine that hangs says nothing.
+
     >>> with Progress(total=100, unit="tok", label="responses") as progress:
     ...     progress.add(50)
     """
 
-    def __init__(self, total: int, unit: str, label: str, done: int = 0, every: float = 10.0):
-        self.total, self.unit, self.label, self.every = total, unit, label, every
+    def __init__(self, total: int, unit: str, label: str, done: int = 0, every: float = 10.0, silence: float = 300.0):
+        self.total, self.unit, self.label, self.every, self.silence = total, unit, label, every, silence
         self.done, self.started_with = done, done
-        self.start = self.last = time.monotonic()
+        self.start = self.last = self.moved = time.monotonic()
+        self.ended = threading.Event()
         self.bar = None
         if sys.stderr.isatty() and logger.isEnabledFor(logging.INFO):
             from tqdm import tqdm
@@ -119,6 +122,7 @@ class Progress:
     def add(self, n: int, note: str = "") -> None:
         """Count `n` more units; `note` is shown behind the line."""
         self.done += n
+        self.moved = time.monotonic()
         if self.bar is not None:
             self.bar.update(n)
             self.bar.set_postfix_str(note)
@@ -139,10 +143,20 @@ class Progress:
             f", {note}" if note else "",
         )  # fmt: skip
 
+    def _watch(self) -> None:
+        while not self.ended.wait(self.silence):
+            quiet = time.monotonic() - self.moved
+            if quiet >= self.silence:
+                logger.warning(
+                    "%s: nothing for %.0f s, at %d/%d %s", self.label, quiet, self.done, self.total, self.unit
+                )
+
     def __enter__(self):
+        threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, *_):
+        self.ended.set()
         if self.bar is not None:
             self.bar.close()
         else:
