@@ -29,6 +29,7 @@ def atomic(path: Path | str) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
+        as_any_new_file(temporary)
         os.replace(temporary, path)
     except OSError as error:
         if error.filename in (None, str(temporary)):
@@ -36,6 +37,14 @@ def atomic(path: Path | str) -> Iterator[Path]:
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def as_any_new_file(*paths: Path) -> None:
+    """Give files the rights that the umask leaves: safetensors (0.8) makes files that nobody but their owner can read."""
+    os.umask(mask := os.umask(0o077))
+    for path in paths:
+        with contextlib.suppress(PermissionError):  # of a file system that has no such rights
+            path.chmod(0o666 & ~mask)
 
 
 def sha256(path: Path | str) -> str:

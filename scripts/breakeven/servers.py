@@ -205,9 +205,7 @@ def _take_out(log: Path, key: str) -> None:
         content = log.read_bytes()
         if key.encode() in content:
             log.write_bytes(content.replace(key.encode(), b"***"))
-        if log.is_file():
-            os.umask(mask := os.umask(0o077))
-            log.chmod(0o666 & ~mask)
+        artefacts.as_any_new_file(log)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,11 @@ def saved(target_folder, tmp_path):
     return folder, drafter
 
 
+def test_others_may_read_what_they_may_read_of_any_new_file(saved):
+    folder, _ = saved
+    assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
+
+
 def edit(folder, **changes):
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))

@@ -27,6 +27,17 @@ def test_a_failed_write_leaves_nothing_and_keeps_the_old_file(tmp_path):
     assert artefacts.read_json(path) == {"old": 1} and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_file_has_the_rights_of_any_new_one(tmp_path):
+    """A library may make files that only their owner reads; the results of a cluster are read by others."""
+    mask = os.umask(0o027)
+    try:
+        with artefacts.atomic(tmp_path / "made") as temporary:
+            os.close(os.open(temporary, os.O_CREAT, 0o600))
+    finally:
+        os.umask(mask)
+    assert (tmp_path / "made").stat().st_mode & 0o777 == 0o640
+
+
 def test_tables_keep_their_schema(tmp_path):
     path = tmp_path / "t.parquet"
     artefacts.write_table(path, [{"a": 1, "b": [1, 2]}, {"a": None, "b": None}], SCHEMA)
