@@ -6,7 +6,7 @@ rule compare:
         offline=[path for paths in offline_tables().values() for path in paths],
         what_if=what_if_files(),
         walk_manifests=walk_manifests(),
-        drafters=[path for name in REPORTED for path in checkpoint_files(name)],
+        drafters=list(DRAFTER_MANIFESTS.values()),
         step_costs=step_cost_files(),
         expectations="resources/expectations.json",
     output:
@@ -27,9 +27,7 @@ rule compare:
         arms=list(config["arms"]),
         offline=offline_options(),
         what_if=[f"{Path(path).parent.name}={path}" for path in what_if_files()],
-        drafters=[
-            f"{name}={path}" for name in REPORTED for path in checkpoint_files(name)
-        ],
+        drafters=[f"{name}={path}" for name, path in DRAFTER_MANIFESTS.items()],
         step_costs=[f"{Path(path).stem}={path}" for path in step_cost_files()],
         passes=passes_options(),
     shell:

@@ -31,7 +31,11 @@ def main() -> None:
         "--stepcost", nargs="*", default=[], metavar="ENGINE=FILE", help="step cost of an engine, measured apart"
     )
     parser.add_argument(
-        "--drafter", nargs="*", default=[], metavar="NAME=FILE", help="manifest.json of a trained drafter"
+        "--drafter",
+        nargs="*",
+        default=[],
+        metavar="NAME=FILE",
+        help="manifest.json of a drafter that this project trained",
     )
     parser.add_argument(
         "--expectations", type=Path, default=comparison.EXPECTATIONS, help="what comparable drafters reached"

@@ -1,5 +1,6 @@
 """The config: checked before anything runs, and read by the rules."""
 
+import contextlib
 import difflib
 import json
 import math
@@ -8,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from breakeven import engines, fetching, load
+from breakeven import artefacts, engines, fetching, load
 from breakeven.cli import UserError
 from breakeven.engines import method
 
@@ -324,6 +325,19 @@ def reported_drafters(config: dict[str, Any]) -> list[str]:
     served = {arm.get("drafter") for arm in config["arms"].values()}
     of_curve = {*points(config), (config["data_curve"] or {}).get("drafter")}
     return [name for name in trained_drafters(config) if name in served or name not in of_curve]
+
+
+def drafter_manifests(config: dict[str, Any]) -> dict[str, str]:
+    """The manifest of each drafter that this project trained, by name: here, or before, where a folder was given."""
+    found = {name: f"{checkpoint_folder(config, name)}/manifest.json" for name in reported_drafters(config)}
+    for name, drafter in config["drafters"].items():
+        path = Path(checkpoint_folder(config, name), "manifest.json")
+        if isinstance(drafter.get("checkpoint"), str) and drafter["checkpoint"] != "random" and path.is_file():
+            with contextlib.suppress(UserError):  # somebody else's file of that name
+                content = artefacts.read_json(path)
+                if isinstance(content, dict) and content.get("artefact") == "drafter":
+                    found[name] = str(path)
+    return found
 
 
 def checkpoint_files(config: dict[str, Any], drafter: str) -> list[str]:

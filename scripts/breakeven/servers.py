@@ -144,10 +144,10 @@ def serve(
 
     Ready means: the process lives, /health answers 200, and /v1/models names `model`, so that no other server on the
     same port is mistaken for this one. A server that dies or is not ready within `timeout_s` is a UserError with the
-    tail of its log and what `known` says of words in it. On the way out, whatever happens, the server gets SIGTERM, a grace period, and then every process
-    that descends from it is killed; children that outlive their parents are inherited by this process and found too.
-    A second signal ends the grace period. `key`, which the server asks for, is taken out of its log, which only this
-    user can read until then.
+    tail of its log and what `known` says of words in it. On the way out, whatever happens, the server gets SIGTERM, a grace
+    period, and then every process that descends from it is killed; children that outlive their parents are inherited by
+    this process and found too. A second signal ends the grace period. `key`, which the server asks for, is taken out of
+    its log, which only this user can read until then.
     """
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     before = set(psutil.Process().children(recursive=True))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from breakeven import hidden_states, target
+from breakeven import headers, hidden_states, target
 from breakeven.cli import Progress, UserError
 
 NAMES = {
@@ -65,24 +65,13 @@ def create(path: Path, tensors: Layout) -> None:
         os.posix_fallocate(file.fileno(), 0, 8 + len(text) + end)
 
 
-def read_header(path: Path) -> dict[str, tuple[torch.dtype, list[int], int]]:
-    """Dtype, shape and place (bytes from the file's beginning) of every tensor of a safetensors file."""
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    return {
-        name: (DTYPES[about["dtype"]], about["shape"], 8 + size + about["data_offsets"][0])
-        for name, about in header.items()
-    }
-
-
 def open_writable(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, mapped into memory; what is written to them is in the file."""
     with open(path, "r+b") as file:
         mapped = mmap.mmap(file.fileno(), 0)
     return {
-        name: torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=place).view(shape)
-        for name, (dtype, shape, place) in read_header(path).items()
+        name: torch.frombuffer(mapped, dtype=DTYPES[x.dtype], count=math.prod(x.shape), offset=x.start).view(x.shape)
+        for name, x in headers.read_header(path).items()
     }
 
 
@@ -165,7 +154,7 @@ class Writer:
     def __init__(self, path: Path):
         # Written to, not mapped: filling a page of a mapped file for the first time takes longer than the copy itself.
         self.descriptor = os.open(path, os.O_WRONLY)
-        self.places = {name: place for name, (*_, place) in read_header(path).items()}
+        self.places = {name: tensor.start for name, tensor in headers.read_header(path).items()}
         tensors = open_writable(path)
         self.starts = tensors["cu_seqlens"].tolist()
         self.rows = open_writable(rows_path(path))["rows"]

@@ -188,6 +188,22 @@ def test_given_checkpoints_are_inputs_and_not_trained(config, tmp_path):
     assert names == ["config.json", "model.safetensors"]
 
 
+def test_a_given_checkpoint_that_this_project_trained_says_how(config, tmp_path):
+    """The verdict is told its samples and its head; a manifest of others is nobody's business here."""
+    config["drafters"] |= {"theirs": {"checkpoint": str(tmp_path)}, "random": {"checkpoint": "random"}}
+    config["drafters"]["published"] = {"checkpoint": {"repo": "org/name", "revision": "0123abc"}}
+    ours = {
+        "own": "results/drafters/own/checkpoint/manifest.json",
+        "shipped": "drafters/smollm2-135m/manifest.json",
+    }
+    for content in (None, "{", "[]", '{"artefact": "target"}'):
+        if content:
+            (tmp_path / "manifest.json").write_text(content)
+        assert configuration.drafter_manifests(config) == ours
+    (tmp_path / "manifest.json").write_text('{"artefact": "drafter"}')
+    assert configuration.drafter_manifests(config) == ours | {"theirs": str(tmp_path / "manifest.json")}
+
+
 def test_what_lies_here_and_is_fetched_from_is_an_input(config, tmp_path):
     folder = tmp_path / "model"
     (folder / ".cache").mkdir(parents=True)
