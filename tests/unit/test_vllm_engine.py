@@ -231,6 +231,17 @@ def test_tokens_received_counted_and_stated_must_agree():
         check_tokens("p", reply_of(5), Counters(completion_tokens=9))
 
 
+def test_what_a_generation_leaves_out(monkeypatch):
+    monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
+    alone = vllm.offline_defaults({}, seeded=True)
+    assert alone == {"enable_prefix_caching": False, "disable_log_stats": True}
+    spread = vllm.offline_defaults({"tensor_parallel_size": 2}, seeded=True)
+    assert spread == alone | {"compilation_config": {"pass_config": {"fuse_allreduce_rms": False}}}
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
+    assert vllm.offline_defaults({}, seeded=True) == alone | {"enable_chunked_prefill": False}
+    assert vllm.offline_defaults({}, seeded=False) == alone
+
+
 def test_unknown_engines_are_named():
     with pytest.raises(UserError, match="engine 'trt' is unknown; use one of vllm"):
         engines.engine("trt")

@@ -263,6 +263,18 @@ def template_tokens(session, url: str, model: str, messages: list[dict[str, str]
     return response.json()["tokens"]
 
 
+def offline_defaults(settings: dict[str, Any], seeded: bool) -> dict[str, Any]:
+    """Engine arguments of a generation or extraction that `settings` may replace; seeded: requests have generators."""
+    defaults: dict[str, Any] = {"enable_prefix_caching": False, "disable_log_stats": True}
+    if os.environ.get("VLLM_TARGET_DEVICE") == "cpu" and seeded:
+        # After a part of a prompt the request's generator is rewound, which a CPU generator cannot do (0.32.0).
+        defaults["enable_chunked_prefill"] = False
+    if settings.get("tensor_parallel_size", 1) > 1:
+        # 0.25.1 hangs in its first step where the GPUs have no NVLink multicast (docs/engines.md, Tensor parallelism).
+        defaults["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+    return defaults
+
+
 def generate(
     model: str, prompts: list[list[int]], sampling: list[dict[str, Any]], settings: dict[str, Any]
 ) -> Iterator[tuple[int, list[int], str]]:
@@ -278,11 +290,8 @@ def generate(
     from vllm import EngineArgs, LLMEngine, SamplingParams, TokensPrompt
     from vllm.sampling_params import RequestOutputKind
 
-    defaults = {"enable_prefix_caching": False, "disable_log_stats": True}
-    if os.environ.get("VLLM_TARGET_DEVICE") == "cpu" and any("seed" in parameters for parameters in sampling):
-        # After a part of a prompt the request's generator is rewound, which a CPU generator cannot do (0.32.0).
-        defaults["enable_chunked_prefill"] = False
-    engine = LLMEngine.from_engine_args(EngineArgs(model=model, **defaults | settings))
+    seeded = any("seed" in parameters for parameters in sampling)
+    engine = LLMEngine.from_engine_args(EngineArgs(model=model, **offline_defaults(settings, seeded) | settings))
     # Enough to keep the engine full; adding all at once would leave it idle meanwhile.
     ahead = 2 * engine.vllm_config.scheduler_config.max_num_seqs
     waiting = enumerate(zip(prompts, sampling, strict=True))
