@@ -11,7 +11,6 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from breakeven import artefacts, cli, engines, hidden_states, selection, shard_file, tables, target
 from breakeven.conventions import layers_option
@@ -55,14 +54,14 @@ def main() -> None:
     total = sum(map(len, prompt_ids)) + sum(map(len, response_ids))
     needed = total * selection.bytes_per_token(config["hidden_size"], len(layers), args.codec)
     selection.check_space(args.out.parent, needed, f"the hidden states of {total} tokens")
-    about = hidden_states.about_sequences(responses)
 
     versions = {"torch": torch.__version__}
     with artefacts.atomic(args.out) as temporary:
         if args.engine == "transformers":
             capture = hidden_states.Capture(target.load_model(args.target, args.device), layers)
-            tensors = hidden_states.extract(capture, prompt_ids, response_ids, args.batch_tokens, args.device) | about
-            save_file(hidden_states.encode_shard(tensors, args.codec), temporary)
+            tensors = shard_file.extract_here(
+                capture, prompt_ids, response_ids, temporary, args.codec, args.batch_tokens, args.device
+            )
         else:
             artefacts.verify_folder(args.target)
             engine = engines.engine(args.engine)
@@ -72,10 +71,10 @@ def main() -> None:
             tensors = shard_file.extract(
                 engine, args.target, layers, prompt_ids, response_ids, temporary, args.codec, settings
             )
-            for name, values in about.items():
-                tensors[name].copy_(values)
             norm, head = target.load_norm_and_head(args.target)
             shard_file.fill_argmax(tensors, norm, head, config["rms_norm_eps"], args.device)
+        for name, values in hidden_states.about_sequences(responses).items():
+            tensors[name].copy_(values)
         rows = tensors["temperature"] == 0
         greedy = bool(rows.any())
         share = hidden_states.canary(tensors, rows if greedy else None)

@@ -25,6 +25,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -157,16 +158,39 @@ def fill_tokens(tensors: dict[str, Tensor], prompts: list[list[int]], responses:
         tensors["loss_mask"][start + len(prompt) : end] = True
 
 
-def extract(capture: Capture, prompts: list[list[int]], responses: list[list[int]], budget: int, device: str) -> dict:
-    """Run the target over prompt + response of each sequence and return the shard's tensors (on the CPU).
+class Pass(NamedTuple):
+    """What the target makes of sequence `number`, n positions of which the last r are the response."""
 
-    Sorted batches of at most `budget` padded tokens. Raises a UserError for a sequence without prompt or response,
-    since a loss mask that is all false or all true trains on nothing or on everything.
+    number: int
+    features: Tensor  # [n, L, H]
+    last: Tensor  # [n, H], before the final norm
+    greedy: Tensor  # [r + 1] the target's greedy tokens after the last prompt token and each of the response
+
+
+def passes(
+    capture: Capture, prompts: list[list[int]], responses: list[list[int]], budget: int, device: str
+) -> Iterator[Pass]:
+    """Run the target over prompt + response of each sequence, in sorted batches of at most `budget` padded tokens.
+
+    Raises a UserError for a sequence without prompt or response, since a loss mask that is all false or all true trains on
+    nothing or on everything.
     """
     refuse_one_sided(prompts, responses)
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
-    starts = [0, *itertools.accumulate(lengths)]
-    total, hidden_size = starts[-1], capture.model.config.get_text_config().hidden_size
+    with Progress(sum(lengths), "tok", "hidden states") as progress:
+        for batch in batches(lengths, budget):
+            ids, sizes = pad([torch.tensor(prompts[i] + responses[i]) for i in batch])
+            captured = capture(ids.to(device), sizes.to(device))
+            for row, i in enumerate(batch):
+                features, last = captured.features[row, : lengths[i]], captured.last[row, : lengths[i]]
+                yield Pass(i, features, last, capture.logits(last[len(prompts[i]) - 1 :]).argmax(-1))
+            progress.add(sum(lengths[i] for i in batch))
+
+
+def extract(capture: Capture, prompts: list[list[int]], responses: list[list[int]], budget: int, device: str) -> dict:
+    """`passes` over a few sequences as the tensors of a shard, in memory (on the CPU); shard_file.py writes large ones."""
+    lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
+    total, hidden_size = sum(lengths), capture.model.config.get_text_config().hidden_size
     tensors = {
         "token_ids": torch.empty(total, dtype=torch.int32),
         "loss_mask": torch.zeros(total, dtype=torch.bool),
@@ -176,17 +200,11 @@ def extract(capture: Capture, prompts: list[list[int]], responses: list[list[int
         "argmax": torch.full((total,), -1, dtype=torch.int32),
     }
     fill_tokens(tensors, prompts, responses)
-    with Progress(total, "tok", "hidden states") as progress:
-        for batch in batches(lengths, budget):
-            ids, sizes = pad([torch.tensor(prompts[i] + responses[i]) for i in batch])
-            captured = capture(ids.to(device), sizes.to(device))
-            for row, i in enumerate(batch):
-                at, n, n_prompt = starts[i], lengths[i], len(prompts[i])
-                tensors["hidden"][at : at + n] = captured.features[row, :n].cpu()
-                tensors["last"][at : at + n] = captured.last[row, :n].cpu()
-                greedy = capture.logits(captured.last[row, n_prompt - 1 : n]).argmax(-1)
-                tensors["argmax"][at + n_prompt - 1 : at + n] = greedy.cpu()
-            progress.add(sum(lengths[i] for i in batch))
+    starts = tensors["cu_seqlens"].tolist()
+    for found in passes(capture, prompts, responses, budget, device):
+        at, end = starts[found.number : found.number + 2]
+        tensors["hidden"][at:end], tensors["last"][at:end] = found.features.cpu(), found.last.cpu()
+        tensors["argmax"][end - len(found.greedy) : end] = found.greedy.cpu()
     return tensors
 
 

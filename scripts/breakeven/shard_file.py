@@ -1,10 +1,11 @@
-"""A shard of hidden states that an engine fills while it reads the prompts, in the format of hidden_states.py.
+"""A shard of hidden states that is filled while the target reads the prompts, in the format of hidden_states.py.
 
 The lengths of all sequences are known before, so the file is made at its full size, and the process that holds the target
 maps it and writes rows where they belong: nothing is held in memory and nothing is written twice. Beside it lies
 FILE.rows, which counts what has been written of each sequence.
 """
 
+import contextlib
 import json
 import math
 import mmap
@@ -12,6 +13,7 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -94,6 +96,24 @@ def check_rows(path: Path, cu_seqlens: Tensor) -> None:
         time.sleep(0.05)
 
 
+@contextlib.contextmanager
+def new(
+    path: Path, prompts: list[list[int]], responses: list[list[int]], features: int, hidden_size: int, codec: str
+) -> Iterator[dict[str, Tensor]]:
+    """A new shard of these sequences, its tokens filled, for a Writer to fill its rows in a `with` block; yields its tensors,
+    mapped. Every sequence has all its rows at the end, else a UserError names one that lacks some."""
+    total = sum(map(len, prompts)) + sum(map(len, responses))
+    create(path, layout(total, len(prompts), features, hidden_size, codec))
+    create(rows_path(path), {"rows": (torch.int64, (len(prompts),))})
+    try:
+        tensors = open_writable(path)
+        hidden_states.fill_tokens(tensors, prompts, responses)
+        yield tensors
+        check_rows(path, tensors["cu_seqlens"])
+    finally:
+        rows_path(path).unlink(missing_ok=True)
+
+
 def extract(
     engine: ModuleType,
     folder: Path,
@@ -106,22 +126,37 @@ def extract(
 ) -> dict[str, Tensor]:
     """Let an engine run the target in `folder` and fill a new shard at `path`; returns its tensors, mapped.
 
-    All but argmax and what hidden_states.about_sequences gives is filled, and every sequence has all its rows.
+    All but argmax and what hidden_states.about_sequences gives is filled.
     """
     config = target.text_config(folder)
-    total = sum(map(len, prompts)) + sum(map(len, responses))
-    create(path, layout(total, len(prompts), len(layers), config["hidden_size"], codec))
-    create(rows_path(path), {"rows": (torch.int64, (len(prompts),))})
-    try:
-        tensors = open_writable(path)
-        hidden_states.fill_tokens(tensors, prompts, responses)
-        sequences = [p + r for p, r in zip(prompts, responses, strict=True)]
-        with Progress(total, "tok", "hidden states") as progress:
+    sequences = [p + r for p, r in zip(prompts, responses, strict=True)]
+    with new(path, prompts, responses, len(layers), config["hidden_size"], codec) as tensors:
+        with Progress(sum(map(len, sequences)), "tok", "hidden states") as progress:
             for i, *_ in engine.extract(str(folder), sequences, path, layers, config, settings):
                 progress.add(len(sequences[i]))
-        check_rows(path, tensors["cu_seqlens"])
-    finally:
-        rows_path(path).unlink(missing_ok=True)
+    return tensors
+
+
+def extract_here(
+    capture: hidden_states.Capture,
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    path: Path,
+    codec: str,
+    budget: int,
+    device: str,
+) -> dict[str, Tensor]:
+    """Run the target with transformers, in batches of `budget` tokens, and fill a new shard at `path`; returns its tensors,
+    mapped. All but what hidden_states.about_sequences gives is filled. Memory holds some sequences, never the shard."""
+    hidden_size = capture.model.config.get_text_config().hidden_size
+    with new(path, prompts, responses, len(capture.layers), hidden_size, codec) as tensors:
+        starts, argmax = tensors["cu_seqlens"].tolist(), tensors["argmax"].fill_(-1)
+        with contextlib.closing(Writer(path)) as writer:
+            for found in hidden_states.passes(capture, prompts, responses, budget, device):
+                states = torch.cat([found.features, found.last[:, None]], 1)
+                writer.add([(found.number, 0, len(states))], states)
+                end = starts[found.number + 1]
+                argmax[end - len(found.greedy) : end] = found.greedy.cpu()
     return tensors
 
 
@@ -168,6 +203,7 @@ class Writer:
         """states [n, L, H] of consecutive pieces (sequence, first position, positions); their positions add up to n."""
         if self.error:
             raise self.error
+        states = states.bfloat16()  # where the target computes in float32
         made = {"hidden": states[:, : self.features], "last": states[:, -1]}
         made = hidden_states.encode_shard(made, self.codec)
         if states.device.type == "cpu":

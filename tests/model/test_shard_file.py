@@ -1,4 +1,4 @@
-"""A shard that is filled row by row equals the one that transformers' extraction makes."""
+"""A shard that is filled row by row, by transformers or an engine, equals the one that is made in memory."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tinymodels import DISTINCT
 
 @pytest.fixture(scope="module")
 def extracted(target_folder):
-    """(prompts, responses, the tensors of transformers' extraction)."""
+    """(prompts, responses, the tensors of an extraction in memory)."""
     prompts, responses = tinymodels.sequences(target_folder, count=5)
     capture = hidden_states.Capture(target.load_model(target_folder, "cpu"), DISTINCT)
     return prompts, responses, hidden_states.extract(capture, prompts, responses, 64, "cpu")
@@ -27,12 +27,12 @@ def chunks(lengths, size):
 class Engine:
     """An engine that knows the hidden states already."""
 
-    def __init__(self, tensors, left_out=None, device="cpu"):
-        self.tensors, self.left_out, self.device = tensors, left_out, device
+    def __init__(self, tensors, left_out=None, device="cpu", dtype=torch.bfloat16):
+        self.tensors, self.left_out, self.device, self.dtype = tensors, left_out, device, dtype
 
     def extract(self, folder, sequences, path, layers, config, settings):
         starts, hidden = self.tensors["cu_seqlens"].tolist(), self.tensors["hidden"]
-        captured = torch.cat([hidden, self.tensors["last"][:, None]], 1).to(self.device)
+        captured = torch.cat([hidden, self.tensors["last"][:, None]], 1).to(self.device, self.dtype)
         writer = shard_file.Writer(path)
         for pieces in chunks(list(map(len, sequences)), 16):
             pieces = [piece for piece in pieces if piece[0] != self.left_out]
@@ -52,8 +52,9 @@ GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("codec", hidden_states.CODECS)
-def test_filled_by_chunks_it_is_the_shard_of_the_other_path(extracted, tmp_path, target_folder, codec, device):
-    made = fill(tmp_path / "shard", target_folder, extracted, codec, device=device)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_filled_by_chunks_it_is_the_shard_of_the_other_path(extracted, tmp_path, target_folder, codec, device, dtype):
+    made = fill(tmp_path / "shard", target_folder, extracted, codec, device=device, dtype=dtype)
     norm, head = target.load_norm_and_head(target_folder)
     shard_file.fill_argmax(made, norm, head, target.text_config(target_folder)["rms_norm_eps"], "cpu", rows=7)
     stored = load_file(tmp_path / "shard")
@@ -63,6 +64,32 @@ def test_filled_by_chunks_it_is_the_shard_of_the_other_path(extracted, tmp_path,
     agree = (stored["argmax"] == expected["argmax"]).float().mean()
     assert agree == 1 if codec == "bfloat16" else agree > 0.9
     assert torch.equal(stored["argmax"] < 0, expected["argmax"] < 0)
+    assert not shard_file.rows_path(tmp_path / "shard").exists()
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("codec", hidden_states.CODECS)
+def test_filled_by_transformers_it_is_the_shard_that_was_made_in_memory(
+    extracted, tmp_path, target_folder, codec, device
+):
+    prompts, responses, tensors = extracted
+    capture = hidden_states.Capture(target.load_model(target_folder, device), DISTINCT)
+    made = shard_file.extract_here(capture, prompts, responses, tmp_path / "shard", codec, 64, device)
+    stored = load_file(tmp_path / "shard")
+    for name, expected in hidden_states.encode_shard(tensors, codec).items():
+        assert torch.equal(stored[name], made[name]), name
+        if device == "cpu" or name in ("token_ids", "loss_mask", "cu_seqlens"):
+            assert torch.equal(stored[name], expected), name
+    assert not shard_file.rows_path(tmp_path / "shard").exists()
+
+
+def test_what_stops_the_target_leaves_no_rows(extracted, tmp_path, target_folder):
+    prompts, responses, _ = extracted
+    capture = hidden_states.Capture(target.load_model(target_folder, "cpu"), DISTINCT)
+    with pytest.raises(UserError, match="sequence 1 has 1 prompt and 0 response tokens"):
+        shard_file.extract_here(
+            capture, [prompts[0], [3]], [responses[0], []], tmp_path / "shard", "bfloat16", 64, "cpu"
+        )
     assert not shard_file.rows_path(tmp_path / "shard").exists()
 
 
