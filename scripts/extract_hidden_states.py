@@ -54,6 +54,7 @@ def main() -> None:
     total = sum(map(len, prompt_ids)) + sum(map(len, response_ids))
     needed = total * selection.bytes_per_token(config["hidden_size"], len(layers), args.codec)
     selection.check_space(args.out.parent, needed, f"the hidden states of {total} tokens")
+    about = hidden_states.about_sequences(responses)
 
     versions = {"torch": torch.__version__}
     with artefacts.atomic(args.out) as temporary:
@@ -73,7 +74,7 @@ def main() -> None:
             )
             norm, head = target.load_norm_and_head(args.target)
             shard_file.fill_argmax(tensors, norm, head, config["rms_norm_eps"], args.device)
-        for name, values in hidden_states.about_sequences(responses).items():
+        for name, values in about.items():
             tensors[name].copy_(values)
         rows = tensors["temperature"] == 0
         greedy = bool(rows.any())

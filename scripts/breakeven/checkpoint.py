@@ -82,8 +82,8 @@ def save(
         if not name.startswith(("embed_tokens", "rotary."))
     }
     tensors |= {"d2t": torch.from_numpy(d2t.copy()), "t2d": torch.from_numpy(t2d.copy())}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    artefacts.as_any_new_file(folder / "model.safetensors")
+    with artefacts.atomic(folder / "model.safetensors") as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt"})
     artefacts.write_json(folder / "config.json", engine_config(drafter.config, target_config))
 
 

@@ -211,8 +211,8 @@ def _pickled_to_safetensors(folder: Path, what: str) -> None:
             raise UserError(f"{what}: {path.name} holds more than tensors; ask its authors for safetensors") from None
     if not tensors:
         raise UserError(f"{what}: there are neither *.safetensors nor *.bin files with tensors")
-    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    artefacts.as_any_new_file(folder / "model.safetensors")
+    with artefacts.atomic(folder / "model.safetensors") as temporary:
+        save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, temporary)
 
 
 def _link_or_copy(source: str, destination: str) -> None:

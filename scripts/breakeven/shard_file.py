@@ -1,7 +1,7 @@
 """A shard of hidden states that is filled while the target reads the prompts, in the format of hidden_states.py.
 
 The lengths of all sequences are known before, so the file is made at its full size, and the process that holds the target
-maps it and writes rows where they belong: nothing is held in memory and nothing is written twice. Beside it lies
+writes rows where they belong: nothing is held in memory and nothing is written twice. Beside it lies
 FILE.rows, which counts what has been written of each sequence.
 """
 

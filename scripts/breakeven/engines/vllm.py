@@ -269,7 +269,7 @@ def offline_defaults(settings: dict[str, Any], seeded: bool) -> dict[str, Any]:
     if os.environ.get("VLLM_TARGET_DEVICE") == "cpu" and seeded:
         # After a part of a prompt the request's generator is rewound, which a CPU generator cannot do (0.32.0).
         defaults["enable_chunked_prefill"] = False
-    if settings.get("tensor_parallel_size", 1) > 1:
+    if tensor_parallel(settings) > 1:
         # 0.25.1 hangs in its first step where the GPUs have no NVLink multicast (docs/engines.md, Tensor parallelism).
         defaults["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     return defaults
@@ -285,7 +285,7 @@ def generate(
     step), no text, no partial outputs. Async scheduling is the engine's own default.
     """
     # In this process: an engine of its own would outlive a killed job.
-    if settings.get("tensor_parallel_size", 1) == 1:
+    if tensor_parallel(settings) == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import EngineArgs, LLMEngine, SamplingParams, TokensPrompt
     from vllm.sampling_params import RequestOutputKind
