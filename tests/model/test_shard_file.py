@@ -1,5 +1,7 @@
 """A shard that is filled row by row, by transformers or an engine, equals the one that is made in memory."""
 
+import os
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -98,6 +100,20 @@ def test_a_sequence_that_never_comes_is_named(extracted, target_folder, tmp_path
     with pytest.raises(UserError, match=r"0 of the 41 tokens of sequence 2;"):
         fill(tmp_path / "shard", target_folder, extracted, left_out=2)
     assert not shard_file.rows_path(tmp_path / "shard").exists()
+
+
+def test_what_lies_side_by_side_is_written_at_once(extracted, target_folder, tmp_path, monkeypatch):
+    pwrite, written = os.pwrite, []
+
+    def noted(descriptor, data, place):
+        written.append(len(data))
+        return pwrite(descriptor, data, place)
+
+    monkeypatch.setattr(os, "pwrite", noted)
+    lengths = extracted[2]["cu_seqlens"].diff().tolist()
+    fill(tmp_path / "shard", target_folder, extracted)
+    rows = [sum(count for *_, count in pieces) for pieces in chunks(lengths, 16)]
+    assert written == [n * layers * 32 * 2 for n in rows for layers in (3, 1)]  # hidden, last; 32 numbers of 2 bytes
 
 
 def test_rows_behind_a_sequence_are_refused(extracted, target_folder, tmp_path):
