@@ -121,7 +121,8 @@ def train(args: argparse.Namespace, own: ranks.Ranks) -> None:
     head = training.TargetHead(
         tensors["norm.weight"].to(args.device),
         tensors["lm_head.weight"][ids].to(
-            args.device, None if target.computes_bfloat16(args.device) else torch.float32
+            args.device,
+            None if target.computes_bfloat16(args.device) and settings.head_dtype == "bfloat16" else torch.float32,
         ),
         torch.from_numpy(maps["t2d"]).to(args.device),
         config["rms_norm_eps"],

@@ -49,6 +49,8 @@ VARIANTS = {
     "weight-decay-0.01": {"weight_decay": 0.01},
     "codec-int8": {"STORE": "hidden_states_int8"},
     "learning-rate-0.004": {"learning_rate": 0.004},
+    "head-float32": {"head_dtype": "float32"},
+    "regenerated-prefixes": {"STORE": "hidden_states_regenerated"},  # by regenerated_prefixes.py
 }
 KS = (1, 3, 5)
 

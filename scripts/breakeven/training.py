@@ -12,6 +12,7 @@ An optimizer step is made of `batches_per_step` batches, which the ranks of a ru
 over all of them, so that it is the same for any number of ranks, up to the order of sums.
 """
 
+import contextlib
 import math
 import pickle
 from collections import deque
@@ -50,7 +51,14 @@ class Settings:
     gradient_clip: float = 1.0
     batch_tokens: int = 512  # tokens in a batch, prompts included; at least one sequence
     batches_per_step: int = 1  # whose gradients make one optimizer step; ranks share them
+    head_dtype: str = (
+        "bfloat16"  # of the products with the drafter's and the target's head, where the device computes in it
+    )
     seed: int = 0
+
+    def __post_init__(self):
+        if self.head_dtype not in ("bfloat16", "float32"):
+            raise UserError(f"settings.head_dtype: {self.head_dtype!r} is neither bfloat16 nor float32")
 
 
 @dataclass
@@ -317,7 +325,10 @@ def chain_loss(
     weights = (decay / decay.sum() / rows.clamp(min=1))[:, None] * trained
     flat = source + len(batch.index) * torch.arange(settings.ttt_steps, device=label.device)[:, None]
     picked = hidden.flatten(0, 1).index_select(0, flat.flatten()).view(*flat.shape, -1)
-    loss, right = soft_cross_entropy(drafter.norm(picked), drafter.lm_head.weight, batch.last[label], head, weights)
+    normed, exact = drafter.norm(picked), settings.head_dtype == "float32"
+    with torch.autocast(label.device.type, enabled=False) if exact else contextlib.nullcontext():
+        normed = normed.float() if exact else normed
+        loss, right = soft_cross_entropy(normed, drafter.lm_head.weight, batch.last[label], head, weights)
     return loss, (right & trained).sum(1), counts
 
 

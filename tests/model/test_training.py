@@ -115,6 +115,31 @@ def test_unknown_and_out_of_vocabulary_labels_are_not_trained(target_folder):
     torch.testing.assert_close(loss, -(goal * row.log_softmax(-1)).sum(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_heads_products_have_the_dtype_that_was_asked_for(target_folder, states, monkeypatch, dtype):
+    run, seen = make_run(target_folder, states), []
+
+    def noted(hidden, head, *rest):
+        seen.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden.dtype)
+        return soft_cross_entropy(hidden, head, *rest)
+
+    soft_cross_entropy = training.soft_cross_entropy
+    monkeypatch.setattr(training, "soft_cross_entropy", noted)
+    batch = training.collate(run.sequences, [1, 2], 3)
+    settings = dataclasses.replace(SETTINGS, head_dtype=str(dtype).removeprefix("torch."))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _, _ = training.chain_loss(run.drafter, run.head, batch, settings)
+        loss.backward()
+    assert seen == [dtype] and run.drafter.lm_head.weight.grad.abs().sum() > 0
+    exact, _, _ = training.chain_loss(run.drafter, run.head, batch, SETTINGS)
+    torch.testing.assert_close(loss, exact, rtol=0.02, atol=0)
+
+
+def test_a_head_dtype_that_is_none_is_refused():
+    with pytest.raises(UserError, match="settings.head_dtype: 'fp32' is neither bfloat16 nor float32"):
+        dataclasses.replace(SETTINGS, head_dtype="fp32")
+
+
 def test_loss_equals_a_literal_sum_over_rows_and_steps(target_folder, states):
     run = make_run(target_folder, states)
     sequences, head, drafter = run.sequences, run.head, run.drafter

@@ -1,4 +1,6 @@
-"""The table of an ablation: differences to the first variant, paired; every variant names something that exists."""
+"""The table of an ablation: differences to the first variant, paired; every variant names something that exists.
+
+And the pool of one of them, with the target's own answers in its conversations."""
 
 import argparse
 import sys
@@ -10,6 +12,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "train"))
 
 import ablation
+import regenerated_prefixes
 
 from breakeven import artefacts, tables
 from breakeven.cli import UserError
@@ -73,3 +76,35 @@ def test_walks_of_other_sequences_are_refused(tmp_path):
     write(tmp_path / "drafters/ttt-steps-3-100", 1, sequences=7)
     with pytest.raises(UserError, match="ttt-steps-3 walked other held-out sequences"):
         ablation.rows(argparse.Namespace(folder=tmp_path, samples=100), ["base", "ttt-steps-3"])
+
+
+class Words:
+    """A tokenizer whose token 0 is special and token n > 0 the word "wn"."""
+
+    def decode(self, ids, skip_special_tokens):
+        assert skip_special_tokens
+        return " ".join(f"w{i}" for i in ids if i)
+
+
+def test_answers_are_the_first_ones_that_ended_by_themselves(tmp_path):
+    about = {"held_out": False, "prompt_token_ids": [1], "n_reasoning": 0, "engine": "vllm", "sampling": "{}"}
+    rows = [
+        about | {"prompt_id": f"c-{turn:02d}", "sample": sample, "response_token_ids": ids, "finish_reason": reason}
+        for turn, sample, ids, reason in [
+            (0, 0, [5, 6, 0], "stop"),
+            (0, 1, [9, 0], "stop"),
+            (1, 0, [7], "length"),
+            (2, 0, [0], "stop"),
+        ]
+    ]
+    artefacts.write_table(tmp_path / "r.parquet", rows, tables.RESPONSES)
+    assert regenerated_prefixes.answers(Words(), [tmp_path / "r.parquet"]) == {"c-00": "w5 w6"}
+
+
+def test_an_answer_takes_the_place_of_its_own_turn_alone():
+    words = [("system", "s"), ("user", "u0"), ("assistant", "a0"), ("user", "u1"), ("assistant", "a1"), ("user", "u2")]
+    messages = [{"role": role, "content": content} for role, content in words]
+    texts = {"c-1-01": "own", "c-1-02": "not yet", "c-00": "another conversation"}
+    found, replaced = regenerated_prefixes.regenerated({"prompt_id": "c-1-02", "messages": messages}, texts)
+    assert [m["content"] for m in found] == ["s", "u0", "a0", "u1", "own", "u2"] and replaced == 1
+    assert messages[4]["content"] == "a1"
