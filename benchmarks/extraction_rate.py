@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from breakeven import artefacts, cli, conventions, engines, shard_file, tables, target  # noqa: E402
 
 UNLOADED = {"load_format": "dummy", "skip_tokenizer_init": True}  # vLLM makes random weights by itself
-
 STEPS = 8  # of the engine; sequences that finish in one step finish at the same time, which is no rate
 
 
@@ -120,8 +119,8 @@ def sequences(args) -> tuple[list[list[int]], list[list[int]]]:
         rows = artefacts.read_table(args.responses, tables.RESPONSES).slice(0, args.sequences)
         return rows["prompt_token_ids"].to_pylist(), rows["response_token_ids"].to_pylist()
     vocabulary = target.text_config(args.target)["vocab_size"]
-    ids = np.random.default_rng(0).integers(vocabulary, size=(args.sequences, args.length))
-    return np.hsplit(ids, 2)[0].tolist(), np.hsplit(ids, 2)[1].tolist()
+    ids, half = np.random.default_rng(0).integers(vocabulary, size=(args.sequences, args.length)), args.length // 2
+    return ids[:, :half].tolist(), ids[:, half:].tolist()
 
 
 def measure(args) -> dict[str, float]:

@@ -51,9 +51,7 @@ class Settings:
     gradient_clip: float = 1.0
     batch_tokens: int = 512  # tokens in a batch, prompts included; at least one sequence
     batches_per_step: int = 1  # whose gradients make one optimizer step; ranks share them
-    head_dtype: str = (
-        "bfloat16"  # of the products with the drafter's and the target's head, where the device computes in it
-    )
+    head_dtype: str = "bfloat16"  # of the products with the drafter's and the target's head; or float32
     seed: int = 0
 
     def __post_init__(self):
