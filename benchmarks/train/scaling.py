@@ -91,7 +91,6 @@ def measure(args: argparse.Namespace, own: ranks.Ranks) -> None:
             cli.logger.info("%d ranks: %s, %.0f s since the start", place.size, run.meter, time.monotonic() - started)
             if own.writer:
                 artefacts.write_json(args.result, measured)
-    own.wait()
 
 
 def by_rank(place: ranks.Ranks, number: int | None, device: str) -> list[int] | None:

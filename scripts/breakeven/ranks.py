@@ -162,6 +162,8 @@ def launch(count: int) -> None:
 def joined(device: str, sharded: bool = False) -> Iterator[tuple[Ranks, str]]:
     """(this process's rank, its device) for the length of a `with` block; without torchrun, alone.
 
+    Under torchrun the process ends with the block, when all ranks have come to its end.
+
     device: cpu (gloo) or cuda (NCCL), of which each rank of a host takes its own GPU. UserError if there are too few.
     sharded: whether ranks keep parts of what they train; one rank keeps all.
     """
@@ -187,4 +189,9 @@ def joined(device: str, sharded: bool = False) -> Iterator[tuple[Ranks, str]]:
         logger.setLevel(logging.WARNING)
     yield ranks, str(gpu or device)
     # Not after an error: it could wait for ranks that are gone, and torchrun for this one.
+    ranks.wait()
     dist.destroy_process_group()
+    # Threads of torch's may abort a process that Python tears down, and torchrun would call the training failed.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
