@@ -68,6 +68,23 @@ def test_canary_knows_greedy_responses_from_others(target_folder):
     assert hidden_states.canary(hidden_states.extract(capture, prompts, others, 64, "cpu")) < 0.5
 
 
+@pytest.mark.parametrize("outlier", [1, 100, 300])
+def test_how_far_int8_moves_is_known_from_what_it_keeps(outlier):
+    torch.manual_seed(0)
+    states = torch.randn(400, 4, 200)
+    states[..., 7] *= outlier  # a channel that stands out; the others of its row are rounded by its scale
+    states[:, 3] = torch.randn(400, 200)
+    states = states.bfloat16()
+    stored = hidden_states.encode_shard({"hidden": states[:, :3], "last": states[:, 3]}, "int8")
+    found = hidden_states.rounding(stored)
+    rest = [i for i in range(200) if i != 7]
+    moved = (hidden_states.decode(*hidden_states.encode(states)).float() - states.float())[..., rest]
+    true = (moved.norm(dim=-1) / states[..., rest].float().norm(dim=-1)).median(dim=0).values.tolist()
+    assert len(found) == 4 and max(found) == pytest.approx(max(true), rel=0.3)
+    assert (max(found[:3]) > hidden_states.ROUNDING_KNOWN) == (outlier > 1) and found[3] < 0.02
+    assert hidden_states.rounding({"hidden": states[:, :3], "last": states[:, 3]}) is None
+
+
 def test_a_layer_that_does_not_exist_is_named(target_folder):
     with pytest.raises(UserError, match="7 is no layer"):
         hidden_states.Capture(target.load_model(target_folder, "cpu"), [1, 7])
