@@ -236,3 +236,24 @@ def test_two_ranks_hold_parts_that_make_a_whole(target_folder, states, tmp_path)
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     torch.multiprocessing.spawn(rank_of_two, (port, target_folder, states, tmp_path / "state.pt"), nprocs=2)
+
+
+LEAVES = """
+import atexit, os, pathlib, sys, time
+sys.path.insert(0, {scripts!r})
+from breakeven import ranks
+with ranks.joined("cpu") as (own, _):
+    if own.writer:
+        time.sleep(1)
+        pathlib.Path({file!r}).write_text("whole")
+    else:
+        atexit.register(os.abort)  # as a thread of torch's did that was still there
+"""
+
+
+def test_no_rank_ends_the_others_by_how_it_leaves(tmp_path):
+    script, file = tmp_path / "leaves.py", tmp_path / "written"
+    script.write_text(LEAVES.format(scripts=os.path.dirname(SCRIPT), file=str(file)))
+    done = subprocess.run([*ranks.torchrun(2), str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert file.read_text() == "whole"
