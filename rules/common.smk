@@ -467,9 +467,9 @@ def points_options():
 
 
 def served_summary():
-    """The comparison, where the curve is to show what its arms measured."""
+    """The comparison and its manifest, where the curve is to show what its arms measured."""
     served = (config["data_curve"] or {}).get("served", False)
-    return ["results/comparison/summary.parquet"] if served else []
+    return [f"results/comparison/summary.{kind}" for kind in ("parquet", "manifest.json") if served]
 
 
 def passes_options():

@@ -22,7 +22,7 @@ rule fit_data_curve:
         drafter=lookup("data_curve/drafter", within=config, default=""),
         k=lookup("data_curve/k", within=config, default=[]),
         points=points_options(),
-        summary=[f"--summary {path}" for path in served_summary()],
+        summary=[f"--summary {path}" for path in served_summary()[:1]],
         step_costs=[f"{Path(path).stem}={path}" for path in step_cost_files()],
     shell:
         "{params.python} {input.script[0]} --drafter {params.drafter} --points {params.points} --k {params.k}"

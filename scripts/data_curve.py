@@ -9,8 +9,20 @@ and whether more data crosses break-even. Step costs and the comparison are opti
 
 from pathlib import Path
 
+import pandas as pd
+
 from breakeven import artefacts, cli, scaling, tables
 from breakeven.options import pairs
+
+
+def chains(path: Path) -> pd.DataFrame:
+    """The rows of a comparison's summary whose arms draft a plain chain.
+
+    An arm with further options of its engine, a tree say, has the same drafter and K and accepts and costs something else.
+    """
+    rows = artefacts.read_table(path, tables.SUMMARY).to_pandas()
+    arms = artefacts.read_manifest(artefacts.manifest_path(path), "comparison")["arms"]
+    return rows[[not (arms.get(name) or {}).get("options") for name in rows["arm"]]]
 
 
 def main() -> None:
@@ -33,7 +45,7 @@ def main() -> None:
         points[int(samples)] = artefacts.read_table(path, tables.OFFLINE_BY_SEQUENCE).to_pandas()
     names = [args.drafter, *(f"{args.drafter}-{n}" for n in points)]
     measured = {engine: artefacts.read_table(path, tables.STEP_COST).to_pandas() for engine, path in step_costs.items()}
-    summary = artefacts.read_table(args.summary, tables.SUMMARY).to_pandas() if args.summary else None
+    summary = chains(args.summary) if args.summary else None
     served = {}
     if summary is not None:
         mine = summary[summary["drafter"].isin(names) & summary["acceptance_length"].notna()]

@@ -161,6 +161,28 @@ def test_the_script_writes_table_text_and_figure(tmp_path):
     assert artefacts.read_manifest(tmp_path / "out/curve.manifest.json", "data_curve")["counts"]["conversations"] == 400
 
 
+def test_an_arm_with_further_options_is_no_point_of_the_curve(tmp_path):
+    """A tree of the same drafter and K accepts more, and a step of it costs more."""
+    measured = {"vllm-own-k3": (1.7, 1.2), "sglang-own-k3-tree": (2.4, 3.0)}
+    rows = [
+        dict.fromkeys(tables.SUMMARY.names)
+        | {"arm": name, "engine": name.partition("-")[0], "drafter": "own-20000", "k": K, "concurrency": 1}
+        | {"acceptance_length": length, "rho": rho, "verdict": "faster"}
+        for name, (length, rho) in measured.items()
+    ]
+    artefacts.write_table(tmp_path / "summary.parquet", rows, tables.SUMMARY)
+    details = {"vllm-own-k3": {"options": {}}, "sglang-own-k3-tree": {"options": {"speculative-eagle-topk": 4}}}
+    artefacts.write_manifest(tmp_path / "summary.manifest.json", "comparison", parameters={}, arms=details)
+    points, out = write_points(tmp_path, walks()), tmp_path / "out/curve.parquet"
+    done = run("--drafter", "own", "--points", *points, "--k", K, "--style", ROOT / "report/style.mplstyle", "--out", out,
+               "--summary", tmp_path / "summary.parquet")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    table = artefacts.read_table(out, tables.DATA_CURVE).to_pylist()
+    assert [row["served_acceptance_length"] for row in table] == [None, 1.7, None, None, None]
+    text = out.with_suffix(".txt").read_text()
+    assert "rho = 1.20" in text and "sglang" not in text
+
+
 def test_the_script_refuses_two_points_and_leaves_nothing(tmp_path):
     points = write_points(tmp_path, walks(samples=SAMPLES[:2]))
     style = ROOT / "report/style.mplstyle"
