@@ -28,7 +28,7 @@ TRAINING=${TRAINING:-'{"ttt_steps": 5, "epochs": 3, "learning_rate": 0.001, "bat
 # What the drafters learn from: hidden_states, extracted before into the folder STORE; or responses, where the scripts take
 # --responses and run the target inside the training step.
 : "${DATA:=hidden_states}" "${STORE:=hidden_states}"
-: "${EXTRACT_OPTIONS:=--batch-tokens 65536}" "${TRAIN_OPTIONS:=--batch-tokens 65536}"
+: "${EXTRACT_OPTIONS:=--codec int8 --batch-tokens 65536}" "${TRAIN_OPTIONS:=--batch-tokens 65536}"
 # What is served: `plain`, or a folder of drafters/ with the drafted tokens per step behind it; pass by pass, all arms in each.
 : "${ARMS:=plain $NAME-${POINTS##* }-k3}" "${SUFFIX:=}" "${PASSES:=1 2 3}" "${PROMPTS:=$SCRIPTS/../resources/quick-prompts.jsonl}"
 PROTOCOL=${PROTOCOL:-'{"name": "quick", "max_tokens": 128, "temperature": 0, "seed": 0}'}

@@ -2,8 +2,8 @@
 
     ENGINE_PYTHON=... MODEL_PYTHON=... .envs/workflow/bin/python ablation.py FOLDER --gpus 0 0 0 1 1 1 --out ablation.csv
 
-FOLDER as scripts/gpu_box.sh fills it by `generate` and `extract`, for the variant codec-int8 also by STORE=hidden_states_int8
-EXTRACT_OPTIONS="--codec int8" gpu_box.sh FOLDER extract; each variant goes through its stages `vocabulary`, `train`
+FOLDER as scripts/gpu_box.sh fills it by `generate` and, with EXTRACT_OPTIONS="--codec bfloat16", `extract`, for the variant codec-int8
+also by STORE=hidden_states_int8 gpu_box.sh FOLDER extract; each variant goes through its stages `vocabulary`, `train`
 and `evaluate`, on one of --gpus (named n times: n drafters beside each other on it). What is there is not made again: with
 --seconds 0 a run that was cut off gets its table. The hidden states of 12,000 responses of SmolLM2-135M take 42 GB of disk,
 as int8 half as much more. One row for each variant: held-out AL, and its difference to the first one's with a 95 % interval
