@@ -89,13 +89,11 @@ def time_what_extraction_adds() -> dict[str, float]:
     return spent
 
 
-def make_target(shape: Path, folder: Path) -> None:
-    """Write to `folder` what vLLM and the canary ask of a target: its config, a random final norm and head.
+def write_config(shape: Path, folder: Path) -> None:
+    """Write to `folder` the config.json of a target that vLLM fills with random weights.
 
     `shape` is a config.json or a file of resources/targets, which may leave out what transformers has defaults for.
     """
-    import torch
-    from safetensors.torch import save_file
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -105,12 +103,18 @@ def make_target(shape: Path, folder: Path) -> None:
         architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]
         config = {"architectures": [architecture]} | config
         config = CONFIG_MAPPING[config["model_type"]](**config).to_dict()
-    config |= {"dtype": "bfloat16", "tie_word_embeddings": False}
-    artefacts.write_json(folder / "config.json", config)
-    text = conventions.text_config(config)
-    head = torch.randn(256, text["hidden_size"], dtype=torch.bfloat16).repeat(text["vocab_size"] // 256 + 1, 1)
-    tensors = {"model.norm.weight": torch.ones(text["hidden_size"], dtype=torch.bfloat16)}
-    save_file(tensors | {"lm_head.weight": head[: text["vocab_size"]].contiguous()}, folder / "model.safetensors")
+    artefacts.write_json(folder / "config.json", config | {"dtype": "bfloat16", "tie_word_embeddings": False})
+
+
+def norm_and_head(args, config: dict):
+    """Final norm [H] and head [V, H], bfloat16; of a shape, ones and 256 random rows again and again."""
+    if args.random is None:
+        return target.load_norm_and_head(args.target)
+    import torch
+
+    width, size = config["hidden_size"], config["vocab_size"]
+    head = torch.randn(256, width, dtype=torch.bfloat16).repeat(size // 256 + 1, 1)[:size]
+    return torch.ones(width, dtype=torch.bfloat16), head
 
 
 def sequences(args) -> tuple[list[list[int]], list[list[int]]]:
@@ -148,7 +152,7 @@ def measure(args) -> dict[str, float]:
         tokens = sum(n for *_, n in timed.times[first + 1 :])
         found = {"rate": tokens / (timed.end - timed.times[first][0])}
         if args.only == "extraction":
-            norm, head = target.load_norm_and_head(args.target)
+            norm, head = norm_and_head(args, config)
             shard_file.fill_argmax(tensors, norm, head, config["rms_norm_eps"], args.device)
             found["greedy_s"] = time.perf_counter() - start
             found["share"] = (sum(spent.values()) - spent["step"]) / spent["step"]
@@ -180,7 +184,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             if args.random:
                 args.target = Path(folder)
-                make_target(args.random, args.target)
+                write_config(args.random, args.target)
             print(json.dumps(measure(args)))
         return
     ratios = []
