@@ -469,11 +469,11 @@ def points_options():
 def served_summary():
     """The comparison and its manifest, where the curve is to show what its arms measured."""
     served = (config["data_curve"] or {}).get("served", False)
-    return [
-        f"results/comparison/summary.{kind}"
-        for kind in ("parquet", "manifest.json")
-        if served
+    files = [
+        "results/comparison/summary.parquet",
+        "results/comparison/summary.manifest.json",
     ]
+    return files if served else []
 
 
 def passes_options():
